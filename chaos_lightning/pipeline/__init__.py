@@ -1,1 +1,1 @@
-"""Pipelines: runs one member's part of a model whose layers are spread over several members."""
+"""Runs one member's part of a model whose layers are divided over several members."""

@@ -1,4 +1,4 @@
-"""Makes stand-ins for parameters and buffers that this member does not own.
+"""Makes stand-ins, nearly without memory, for parameters and buffers that this member does not own.
 
 Theory of operation. A stand-in has the shape, type and device of what it stands for, and one element of memory, which
 is NaN (0 where the type knows no NaN). So code that asks a weight for its device or its type gets the true answer, and
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 
 def stand_in(like: Tensor, device: torch.device) -> Tensor:
-    """Returns a stand-in for a tensor, which may be on the meta device."""
+    """Returns a stand-in for a tensor: with its shape and type, but one element of memory, NaN or 0."""
     value = math.nan if like.is_floating_point() or like.is_complex() else 0
     return torch.full((2,), value, dtype=like.dtype, device=device)[1].expand(like.shape)
 
 
 def set_stand_in(tensor: Tensor, value: float | None) -> None:
-    """Gives a stand-in another value; None: NaN."""
+    """Sets the value that all elements of a stand-in show; None means NaN."""
     torch.as_strided(tensor.detach(), (2,), (1,), 0).fill_(math.nan if value is None else value)
 
 
@@ -39,7 +39,9 @@ def is_absent(tensor: Tensor) -> bool:
 
 
 def named_tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yields all parameters and buffers, tied ones once for each name, as (full name, module, own name, tensor)."""
+    """Yields all parameters and buffers as (full name, module, own name, tensor), tied ones once for each of their
+    names.
+    """
     for prefix, module in root.named_modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
@@ -47,7 +49,7 @@ def named_tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor
 
 
 def put(module: nn.Module, name: str, old: Tensor, data: Tensor) -> Tensor:
-    """Gives a parameter or buffer other memory; returns the tensor, a new object if the old one was on the meta
+    """Gives a parameter or buffer new memory; returns the tensor, a new object if the old one was on the meta
     device.
     """
     if not old.is_meta:
@@ -62,9 +64,7 @@ def put(module: nn.Module, name: str, old: Tensor, data: Tensor) -> Tensor:
 
 @contextmanager
 def made_up(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Gives memory, and values that a model can run with, to those of these tensors that are absent, while the block
-    runs.
-    """
+    """Gives absent tensors memory with made-up values that a model can run with, while the block runs."""
     lent = {id(t): (t, t.data) for t in tensors if is_absent(t)}
     try:
         for tensor, absent in lent.values():
@@ -76,7 +76,7 @@ def made_up(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _plausible(like: Tensor) -> Tensor:
-    """Returns a tensor of this shape with random weights that keep the size of inputs; norms and biases are 1."""
+    """Returns random weights of a tensor's shape that keep the scale of inputs; 1 for norms and biases."""
     made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     if not (like.is_floating_point() or like.is_complex()):
         return made.zero_()

@@ -1,4 +1,4 @@
-"""Runs one member's attempts at a step of a pipeline, as `Engine.step_by_units` asks for them.
+"""Runs one member's attempts at a pipeline step, as `Engine.step_by_units` calls them.
 
 Theory of operation. An attempt opens the `PipelineStep` with the pipelines of its view, and runs this member's units.
 What they gave becomes the contribution: weights of micro-batches whose last layers ran here, positions of those whose
@@ -32,7 +32,7 @@ def _nothing(sums: StepSums) -> Mapping[int, bytes]:
 
 @dataclass(eq=False)
 class UnitAttempt:
-    """Attempts of one member at one step of a pipeline (`Attempt` in member/unit_steps.py).
+    """Attempts of one member at one pipeline step; an attempt ends with a recovery, and the next one follows.
 
     Attributes:
         step: Runs the units.
@@ -57,7 +57,7 @@ class UnitAttempt:
     view: View | None = field(default=None, init=False)
 
     def __call__(self, view: View, seq: int) -> UnitsDone:
-        """Runs this member's units in a view, as an attempt at a slot.
+        """Runs this member's units of a slot in the given view; returns what goes into its contribution.
 
         Raises:
             AttemptOverError: The attempt ended meanwhile.
@@ -80,7 +80,7 @@ class UnitAttempt:
         )
 
     def outcome(self, header: Header) -> StepOutcome:
-        """Returns the outcome of the step that this header commits, as all members know it."""
+        """Returns the outcome of the committed step, which all members compute alike from its header."""
         assert self.view is not None, "no attempt was made at the step"
         return agreed(header, self.view)
 

@@ -1,4 +1,4 @@
-"""Keeps the values at the base, the state that the last header committed, of buffers that a forward pass changes.
+"""Keeps copies of the buffers that a forward pass changes, as of the last committed header, for steps that run again.
 
 Theory of operation. A step that runs again must begin with the buffers that it began with before (running statistics
 of batch norms count micro-batches). Which buffers a forward pass changes is not known before, so copies of all are
@@ -27,7 +27,7 @@ class _Kept(NamedTuple):
 
 
 class BaseBuffers:
-    """Copies of a model's buffers.
+    """Copies of a model's buffers as of the last committed header.
 
     Args:
         root: The model. Of absent buffers, which are of layers that lie elsewhere, there are no values.
@@ -49,7 +49,7 @@ class BaseBuffers:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Takes the buffers' present values for those at the base."""
+        """Copies the buffers' present values as those of the last committed header."""
         before, self._kept = self._kept, {}
         for module, name, buffer in self._buffers():
             key = (id(module), name)
@@ -67,7 +67,7 @@ class BaseBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Gives the buffers their values at the base, also those that were replaced by other tensors."""
+        """Restores the buffers as of the last committed header, even if their tensors were replaced."""
         for (_, name), kept in self._kept.items():
             if kept.copy is not None and not torch.equal(kept.buffer, kept.copy):
                 kept.buffer.copy_(kept.copy)

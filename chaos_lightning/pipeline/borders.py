@@ -1,5 +1,5 @@
-"""Exchanges border tensors over links: sends those of one member's executor, and keeps others until the executor takes
-them.
+"""Exchanges border tensors (activations and gradients between stages) over links, and keeps received ones until the
+executor takes them.
 
 Theory of operation. A border goes as frames of the type FORWARD or BACKWARD, whose `start` holds the micro-batch and
 the layer. Like chunks of gradients they carry their attempt, are purged with its view, and are kept where this member
@@ -33,12 +33,12 @@ SendFrame = Callable[[str, FrameType, ViewId, int, int, Sequence[memoryview]], N
 
 
 class BorderExchange:
-    """Borders that this member sends, and those that wait here (see the module).
+    """Exchange that sends border tensors to other members and keeps received ones until they are taken.
 
     Args:
         send: Queues a frame for a peer; one that has no link loses it, and a recovery follows.
         limit_nbytes: Most bytes of borders that wait here.
-        timeout_s: How long a border is waited for; a recovery ends the wait before, as a rule.
+        timeout_s: Seconds to wait for border tensors; as a rule a recovery ends the wait before.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BorderExchange:
     # ------------------------------------------------------------------ the training thread
 
     def open(self, attempt: SlotAttempt, units: Sequence[StepUnit]) -> None:
-        """Begins an attempt with these units; borders of older attempts are forgotten."""
+        """Begins an attempt with these units; border tensors of older attempts are dropped."""
         due = {u.taken: u.source for u in units if u.taken is not None}
         with self._changed:
             self._open, self._due = attempt, due
@@ -68,7 +68,7 @@ class BorderExchange:
             self._changed.notify_all()
 
     def send(self, attempt: SlotAttempt, to: str, key: BorderKey, border: Border) -> None:
-        """Sends a border; its tensors must not change before the border has left."""
+        """Sends border tensors, which must not change until they are on their way."""
         payloads = write(border)
         self.check(attempt)
         for payload in payloads:
@@ -76,12 +76,12 @@ class BorderExchange:
             self._send(to, _TYPES[key.kind], attempt.view, attempt.seq, start, payload)
 
     def there(self, attempt: SlotAttempt, key: BorderKey) -> bool:
-        """Returns whether `take` would not wait for a border of the open attempt."""
+        """Returns whether border tensors can be taken without waiting."""
         with self._changed:
             return self._over(attempt) or self._there(attempt, key)
 
     def take(self, attempt: SlotAttempt, key: BorderKey) -> Border:
-        """Waits for a border of the open attempt and returns it.
+        """Waits for border tensors of the open attempt, and returns them.
 
         Raises:
             AttemptOverError: The attempt has ended, or ends meanwhile.
@@ -101,7 +101,7 @@ class BorderExchange:
             return self._here[attempt].pop(key)[1].border()
 
     def check(self, attempt: SlotAttempt) -> None:
-        """Checks that the attempt goes on.
+        """Raises AttemptOverError if the attempt has ended.
 
         Raises:
             AttemptOverError: It does not.
@@ -122,20 +122,20 @@ class BorderExchange:
     # ------------------------------------------------------------------ the loop's thread
 
     def drop(self, view: ViewId) -> None:
-        """Ends attempts of this and older views."""
+        """Ends the attempts of this view and of older ones."""
         with self._changed:
             self._dropped = max(self._dropped, view)
             self._here = {a: found for a, found in self._here.items() if not self._over(a)}
             self._changed.notify_all()
 
     def restart(self) -> None:
-        """Forgets all attempts: this member joins again, and views of another chain may be older."""
+        """Forgets all attempts before this member joins again, since views of another chain may have lower numbers."""
         with self._changed:
             self._open, self._dropped = None, NO_VIEW
             self._due, self._here = {}, {}
 
     def stop(self, error: BaseException) -> None:
-        """Lets every wait end with this error, because this member takes part no more."""
+        """Ends all waits with this error, because this member has left the job."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -147,12 +147,11 @@ class BorderExchange:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of borders that wait here, whole or in part."""
+        """Bytes of received border tensors that wait to be taken, complete or not."""
         return sum(reader.nbytes for found in self._here.values() for _, reader in found.values())
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
-        """Returns memory for a frame's payload; None: the frame belongs to an attempt that is over and is to be
-        dropped.
+        """Returns the memory to receive a frame's payload in; None if the frame belongs to an attempt that is over.
 
         Raises:
             WireError: The peer does not send this border, or it is beyond the limits.
@@ -175,7 +174,7 @@ class BorderExchange:
             return reader.room(frame.length)
 
     def arrived(self, peer: str, frame: Frame, payload: memoryview | PartialSum) -> None:
-        """Notes that a frame's payload lies in the memory that `target` returned.
+        """Records that a frame's payload has arrived in the memory that `target` returned.
 
         Raises:
             WireError: It is no border.

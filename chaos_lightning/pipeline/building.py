@@ -1,4 +1,4 @@
-"""Gives memory to the parts of a model that a member owns, and values to begin with.
+"""Gives memory and initial values to the parts of a model that a member owns.
 
 Theory of operation. What a model was built of may be real (built in `__init__`), on the meta device with a `Recording`
 (built within it, in `configure_model`), or on the meta device without one (built under `torch.device("meta")`). All of
@@ -32,12 +32,12 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 class ModelMemory:
-    """Memory of a model's tensors: which of them have any.
+    """Memory of a model's parameters and buffers, given to some of them and taken from others.
 
     Args:
         root: The model, as it was built.
         seed: The job's.
-        device: Where tensors go.
+        device: Device that tensors get memory on.
         recording: The record that it was built within.
     """
 
@@ -55,7 +55,7 @@ class ModelMemory:
         self._stand_in_for_meta()
 
     def own(self, names: Collection[str]) -> None:
-        """Makes the named tensors real, as `make` does, and frees all others."""
+        """Gives the named tensors memory and values, as `make` does, and frees all others."""
         owned = {id(tensor) for name, tensor in self._named() if name in names}
         for key, tensor in self._tensors().items():
             if key not in owned and not is_absent(tensor):
@@ -63,7 +63,7 @@ class ModelMemory:
         self.make(names)
 
     def make(self, names: Collection[str]) -> None:
-        """Makes the named tensors real, with their first values if they had none.
+        """Gives the named tensors memory, with initial values if they had none.
 
         Raises:
             ConfigurationError: Nobody fills a tensor; names it.
@@ -84,18 +84,18 @@ class ModelMemory:
             tensors[key].data = tensors[key].data.to(self._device)
 
     def forget(self) -> None:
-        """Lets go of the record, and with it of weights that the constructor has loaded."""
+        """Drops the record of the model's construction, and weights that the constructor has loaded with it."""
         self._recording = None
         self._recorded.clear()
 
     def room(self, names: Collection[str]) -> None:
-        """Gives memory to the named tensors, for values that come from elsewhere."""
+        """Gives the named tensors memory for values that come from a checkpoint or another member."""
         for name, tensor in self._named():
             if name in names and is_absent(tensor):
                 tensor.data = _empty(tensor, self._device)
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Frees the named tensors."""
+        """Frees the named tensors, which become stand-ins."""
         for name, tensor in self._named():
             if name in names and not is_absent(tensor):
                 tensor.data = stand_in(tensor, self._device)
@@ -124,7 +124,9 @@ class ModelMemory:
                     object.__setattr__(module, name, made)
 
     def _attribute(self, module: nn.Module, name: str, value: Any, new: dict[int, Tensor]) -> Any:
-        """Makes a tensor that a module keeps as a plain attribute, not as a buffer."""
+        """Returns the real tensor for a meta tensor that a module keeps as a plain attribute; other values
+        unchanged.
+        """
         if not isinstance(value, Tensor) or not value.is_meta:
             return value
         if id(value) not in new:
@@ -172,7 +174,9 @@ class ModelMemory:
         self._refuse_unfilled(unknown, first)
 
     def _filled_at(self) -> dict[int, str]:
-        """Returns by tensor the name at which it is filled: the first one whose module can, or the first one."""
+        """Returns, by tensor, the name under which it is initialized: that of the first module that can reset it, else
+        its first name.
+        """
         found: dict[int, str] = {}
         for able in (True, False):
             for name, module, _, tensor in named_tensors(self._root):
@@ -181,8 +185,8 @@ class ModelMemory:
         return found
 
     def _initializer(self, name: str) -> Callable[[nn.Module], Any] | None:
-        """Returns the method that initializes a module of this name: that of the nearest module above it that has one;
-        None if none has.
+        """Returns the method that initializes the named module: `_init_weights` of the nearest module around it; None
+        if there is none.
         """
         holders = [self._root]
         for part in name.split(".") if name else ():
@@ -234,7 +238,7 @@ def _full(name: str, own: str) -> str:
 
 @contextmanager
 def _scratch(tensors: Collection[tuple[str, Tensor]], but: set[int]) -> Iterator[None]:
-    """Gives scratch memory to all of these tensors, except those with ids in `but`, while the block runs."""
+    """Lends all of these tensors scratch memory while the block runs, except those with ids in `but`."""
     before = {id(t): (t, t.data) for _, t in tensors if id(t) not in but}
     for tensor, data in before.values():
         tensor.data = torch.zeros(data.shape, dtype=data.dtype, device=data.device)
@@ -246,7 +250,9 @@ def _scratch(tensors: Collection[tuple[str, Tensor]], but: set[int]) -> Iterator
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
-    """Returns memory with values that show whether it was filled."""
+    """Returns memory filled with marker values (NaN, or the type's largest number) that show whether anybody
+    initialized it.
+    """
     if like.dtype == torch.bool or not (like.is_floating_point() or like.is_complex()):
         value = True if like.dtype == torch.bool else torch.iinfo(like.dtype).max
         return torch.full(like.shape, value, dtype=like.dtype, device=device)

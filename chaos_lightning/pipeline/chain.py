@@ -1,4 +1,4 @@
-"""Runs a stretch of a model's layers by running the user's own step, with the other layers replaced.
+"""Runs some consecutive layers of a model by running the user's own step with all other layers replaced.
 
 Theory of operation. A *chain* is a model's blocks in order, an `nn.Sequential` or an `nn.ModuleList`. *Layer* i is its
 block i with what the step does between the calls of block i and block i + 1; layer 0 has what runs before the chain,
@@ -52,7 +52,7 @@ _ADVICE = (
 
 
 class _Place(NamedTuple):
-    """Module whose calls are intercepted."""
+    """Module whose calls are intercepted, with its place in the chain of blocks."""
 
     name: str
     block: int | None
@@ -62,13 +62,13 @@ class _Place(NamedTuple):
 
 
 class _Left(BaseException):
-    """Exception that ends a step where the next stage's first block is called; no `except Exception` of the user's
-    catches it.
+    """Exception that ends a step where the next stage's first block is called; user code's `except Exception` does not
+    catch it.
     """
 
 
 class LayerChain:
-    """Layers of a model, any stretch of which can run by itself.
+    """Layers of a model, any consecutive ones of which can run by themselves.
 
     Args:
         root: The user's module.
@@ -106,16 +106,16 @@ class LayerChain:
 
     @property
     def layer_under_way(self) -> int:
-        """Number of the layer whose part of the step runs now."""
+        """Number of the layer whose part of the step is running."""
         return 0 if self._unit is None else max(self._unit.due - 1, 0)
 
     @property
     def is_last(self) -> bool:
-        """Whether the unit under way runs the last layer, so that the step comes to its end in it."""
+        """Whether the running unit includes the last layer, so that the user's step runs to its end."""
         return self._unit is not None and self._unit.end == len(self.blocks)
 
     def close(self) -> None:
-        """Makes the model what it was before its modules were intercepted."""
+        """Ends the interception of the model's modules."""
         for module in self._intercepted:
             release(module)
         self._intercepted.clear()
@@ -164,14 +164,14 @@ class LayerChain:
         return unit
 
     def stream(self, name: str) -> AbstractContextManager[None]:
-        """Returns a context that draws from random numbers of its own; after it, generators are as if none had been
-        drawn.
+        """Returns a context in which random numbers come from a stream of their own; after it, the generators are as
+        before.
         """
         return (self._randomness or Randomness(0)).stream(name)
 
     @contextmanager
     def under_way(self, unit: ForwardUnit) -> Iterator[None]:
-        """Counts calls of blocks as this unit's while the block runs."""
+        """Assigns the calls of blocks to this unit while the block of code runs."""
         before, self._unit = self._unit, unit
         try:
             yield
@@ -179,7 +179,9 @@ class LayerChain:
             self._unit = before
 
     def refuse_placeholders(self, value: Any, what: str) -> None:
-        """Refuses a value that depends on placeholders, in the first pass of a stretch; `what` names the value."""
+        """Refuses a value, called `what` in the error, if it depends on placeholders for other stages' results; checked
+        in a stage's first pass.
+        """
         if self._unit is not None:
             self._refuse_tainted(self._unit, value, what)
 
@@ -222,8 +224,8 @@ class LayerChain:
         self._intercepted.append(module)
 
     def _by_hand(self, unit: ForwardUnit, batch: Any) -> Any:
-        """Runs a step that the user has split into `chaos_before` and `chaos_after`, without what precedes the
-        stage.
+        """Runs a step that the user has split into `chaos_before` and `chaos_after`, from this stage's first
+        block on.
         """
         assert self._hands is not None
         before, after = self._hands
@@ -234,7 +236,7 @@ class LayerChain:
         return after(x, batch)
 
     def _taint(self, *, deep: bool) -> Taint:
-        """Returns a mode that follows the tensors that this member does not own."""
+        """Returns a mode that finds out which results depend on tensors that this member does not own."""
         taint = Taint(deep=deep)
         for name, _, _, tensor in named_tensors(self.root):
             if is_absent(tensor) and not tensor.is_meta:
@@ -244,7 +246,7 @@ class LayerChain:
     # --- calls of modules
 
     def _called(self, place: _Place, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answers a call of an intercepted module."""
+        """Handles a call of an intercepted module: runs it, returns a placeholder, or ends the step."""
         unit = self._unit
         if unit is None and torch._C._current_graph_task_id() != -1:
             raise StateError(
@@ -294,8 +296,8 @@ class LayerChain:
     def _call_outside(
         self, unit: ForwardUnit, name: str, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls a module outside of the chain: it is real once block `first` was called, and before that in the first
-        stage.
+        """Handles a call of a module outside of the chain: runs it if it comes after the stage's first block or in the
+        first stage, else returns a placeholder.
         """
         if unit.first and unit.due <= unit.first:
             following = unit.calls[unit.given][0] if unit.given < len(unit.calls) else ""
@@ -322,7 +324,7 @@ class LayerChain:
     def _call_again(
         self, unit: ForwardUnit, place: _Place, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Answers a call while activation checkpointing runs a piece of the step again, within a backward pass."""
+        """Handles a call that activation checkpointing repeats within a backward pass."""
         if place.block is None:
             forms = dict(unit.calls)
             return self._made(unit, place.name, forms[place.name]) if place.name in forms else real(*args, **kwargs)
@@ -358,8 +360,8 @@ class LayerChain:
         unit.due += 1
 
     def _placeholder(self, unit: ForwardUnit, name: str) -> Any:
-        """Returns the placeholder for the next call of a module; refuses another module than the one that the stage
-        before called there.
+        """Returns the placeholder for a module's result; refuses a module if the previous stage called another one at
+        this point.
         """
         if unit.given == len(unit.calls) or unit.calls[unit.given][0] != name:
             due = unit.calls[unit.given][0] if unit.given < len(unit.calls) else "none"
@@ -382,7 +384,7 @@ class LayerChain:
     # --- refusals
 
     def _refuse_absent(self, place: _Place) -> None:
-        """Refuses a module that is called outside of units and is not whole here: it would give NaN."""
+        """Refuses a call outside of a step to a module whose weights are not all here; it would return NaN."""
         module = self.root.get_submodule(place.name)
         absent = next((name for name, _, _, tensor in named_tensors(module) if is_absent(tensor)), None)
         if absent is not None:
@@ -422,7 +424,7 @@ class LayerChain:
 
 
 def chain_blocks(root: nn.Module, path: str) -> list[nn.Module]:
-    """Returns the blocks of the chain of this name.
+    """Returns the blocks of the chain at this path in the model.
 
     Raises:
         ConfigurationError: There is none.
@@ -457,7 +459,7 @@ def chain_blocks(root: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _hands(root: nn.Module) -> tuple[Step, Call] | None:
-    """Returns `chaos_before` and `chaos_after` of a module that has them; None if it has neither."""
+    """Returns the user's methods `chaos_before` and `chaos_after`; None if the module has neither."""
     before, after = getattr(root, "chaos_before", None), getattr(root, "chaos_after", None)
     if (before is None) != (after is None):
         raise ConfigurationError(
@@ -468,7 +470,7 @@ def _hands(root: nn.Module) -> tuple[Step, Call] | None:
 
 
 def outside_modules(root: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Returns the modules outside of the chain that have parameters or change buffers, and do not hold the chain."""
+    """Returns the modules beside the chain (neither in it nor around it) that have parameters or change buffers."""
     chain = root.get_submodule(path)
     inside = {id(module) for module in chain.modules()}
     return [
@@ -486,7 +488,7 @@ def changes_buffers(module: nn.Module) -> bool:
 
 
 def _first_parameter(block: nn.Module) -> str:
-    """Returns the name of the first argument that a block takes; "" if its signature does not tell."""
+    """Returns the name of the first argument of a block's forward method; "" if its signature does not show it."""
     try:
         parameters = inspect.signature(getattr(block, "_orig_mod", block).forward).parameters.values()
     except (TypeError, ValueError):
@@ -497,7 +499,7 @@ def _first_parameter(block: nn.Module) -> str:
 def _first_argument(
     place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any], instead: Any = None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Returns the first argument of a call, and the arguments with another one in its place."""
+    """Returns the first argument of a call, and the call's arguments with `instead` in its place."""
     if args:
         return args[0], (instead, *args[1:]), kwargs
     if not kwargs:
@@ -507,7 +509,9 @@ def _first_argument(
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """Returns whether the forward pass of a reentrant checkpoint, which is without gradients, makes this call."""
+    """Returns whether the current call comes from the forward pass of a reentrant checkpoint, which runs without
+    gradients.
+    """
     frame = sys._getframe() if not torch.is_grad_enabled() else None
     code = CheckpointFunction.forward.__code__
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Compares a model that is run in stages with the whole, once, before training.
+"""Checks once, before training, that a model run in stages gives the same results as the whole model.
 
 Theory of operation. The whole model runs one micro-batch as one stage, and then in stages, each of which has only what
 its owner has: the rest stands in with NaN. Loss, gradients and changed buffers must be the same: on the CPU bit for
@@ -41,7 +41,7 @@ _At = tuple[int, int]
 
 
 class _Received(NamedTuple):
-    """Tensors and specs that a stretch takes from the layers before it."""
+    """Tensors and specs that the layers before a stage have sent to it."""
 
     tensors: tuple[Tensor, ...] = ()
     specs: str = ""
@@ -54,7 +54,8 @@ class _Outcome(NamedTuple):
 
 
 def check_before_training(chain: LayerChain, parts: ModelParts, batch: Any, job: TrainingJob) -> str:
-    """Compares as many layers at once as the memory of the job's device holds; returns in words what was compared.
+    """Compares stages with the whole, for as many layers at once as the device's memory allows; returns in words what
+    was compared.
 
     Args:
         chain: The layers; tensors may be absent.
@@ -90,7 +91,9 @@ def _compare_what_fits(chain: LayerChain, parts: ModelParts, batch: Any, job: Tr
 
 
 def _needed_nbytes(costs: Costs, layers: range) -> int:
-    """Returns the bytes for a comparison of these layers; gradients of the whole are kept beside those of stages."""
+    """Returns the bytes of memory for a comparison of these layers; gradients count twice, of the whole and of the
+    stages.
+    """
     sums = ((costs.parameters, 1), (costs.gradients, 2), (costs.activations, 1))
     needed = sum(factor * (found[layers.stop] - found[layers.start]) for found, factor in sums)
     return needed + costs.workspace(layers.start, layers.stop)
@@ -99,7 +102,7 @@ def _needed_nbytes(costs: Costs, layers: range) -> int:
 def check_cut(
     chain: LayerChain, parts: ModelParts, batch: Any, cuts: Sequence[int] | None = None, *, at: _At = (0, 0)
 ) -> float | None:
-    """Compares the whole model with its stages; returns the loss.
+    """Compares a run of the whole model with one in stages; returns the loss.
 
     Args:
         chain: The layers. There is memory for all of them.
@@ -120,7 +123,7 @@ def check_cut(
 def check_stretches(
     chain: LayerChain, parts: ModelParts, batch: Any, most: int = _STRETCH, *, at: _At = (0, 0)
 ) -> list[range]:
-    """Compares stretches of a model that is too large for this machine; returns the stretches.
+    """Compares some consecutive layers at a time, for a model too large for this machine; returns which ones.
 
     Args:
         chain: The layers; tensors may be absent.
@@ -148,7 +151,7 @@ def check_stretches(
 
 
 def _stretches(chain: LayerChain, most: int) -> list[range]:
-    """Returns the stretches of a chain that are compared, in order, each of `most` layers."""
+    """Returns the runs of consecutive layers to compare, in order, each of at most `most` layers."""
     kinds = [kind_of(block) for block in chain.blocks]
     last = max(0, len(kinds) - most)
     found, seen = [], set[tuple[str, ...]]()
@@ -169,9 +172,7 @@ def _compare(
     received: _Received,
     restore: Callable[[], None],
 ) -> _Outcome:
-    """Runs the layers between the outer bounds at once, and then in stages; refuses a stage's result that differs from
-    that at once.
-    """
+    """Runs some layers at once and then in stages; refuses stages whose results differ."""
     with _made_up(chain, parts, range(bounds[0], bounds[-1]), restore) as put_back:
         whole = _run(chain, parts, batch, [bounds[0], bounds[-1]], at, received)
         put_back()
@@ -222,7 +223,7 @@ def _buffers(root: nn.Module) -> dict[str, Tensor]:
 def _made_up(
     chain: LayerChain, parts: ModelParts, layers: range, restore: Callable[[], None]
 ) -> Iterator[Callable[[], None]]:
-    """Gives made-up values to absent tensors that an owner of these layers has, while the block runs.
+    """Gives made-up values to absent tensors that an owner of these layers would have, while the block runs.
 
     Yields:
         A function that puts buffers and attributes back; that is done at the end, too.
@@ -243,7 +244,7 @@ def _made_up(
 
 
 def _differing(whole: _Outcome, cut: _Outcome, parts: ModelParts) -> list[str]:
-    """Returns in words which results differ."""
+    """Returns in words the results that differ between the whole and the stages."""
     found = []
     pairs = {name: (whole.tensors.get(name), cut.tensors.get(name)) for name in {**whole.tensors, **cut.tensors}}
     for name, (one, other) in {"loss": (whole.loss, cut.loss), **pairs}.items():
@@ -285,7 +286,7 @@ def _shown(other: Tensor, one: Tensor) -> str:
 
 @contextmanager
 def _alone(root: nn.Module, parts: ModelParts, layers: range) -> Iterator[None]:
-    """Lets all tensors that an owner of these layers lacks stand in with NaN while the block runs."""
+    """Replaces all tensors that an owner of these layers would lack by NaN stand-ins while the block runs."""
     owned = parts.owned_by(layers)
     left = {id(t): (t, t.data) for name, _, _, t in named_tensors(root) if parts.part_of[name] not in owned}
     for tensor, data in left.values():

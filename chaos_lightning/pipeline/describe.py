@@ -1,4 +1,4 @@
-"""Describes the user's model to the planner before training: the costs of each layer on this device.
+"""Describes the user's model for the planner before training: times and bytes of each layer on this device.
 
 Theory of operation. Bytes of parameters, gradients and optimizer state are counted. Times and the bytes of activations
 are measured: the user's step runs a micro-batch forward and backward, several times. It runs as a whole if the state
@@ -63,20 +63,21 @@ def describe(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     say: Callable[[str], None] = lambda line: None,
 ) -> TrainingJob:
-    """Returns the planner's description of the model, with this member's device.
+    """Returns the description of the model for the planner, with measured layers and this member's device.
 
     Args:
         chain: The layers. Tensors may be absent, but none is on the meta device.
         parts: Parts of the model.
         batch: A micro-batch, on the device.
-        optimizers: As the user has made them.
-        micro_batches: In one step.
-        device: Where the layers run.
+        optimizers: The user's optimizers.
+        micro_batches: Number of micro-batches in a step.
+        device: Device on which the layers run.
         device_memory_nbytes: Memory of the device.
-        samples: In one micro-batch.
-        profile: Its layers, rates of links, overheads and memory rules are taken, and nothing is measured.
-        around: Entered around each forward pass (autocast).
-        say: Called with lines about the progress, if it takes long.
+        samples: Number of samples in a micro-batch.
+        profile: Measured job whose layers, link rates, overheads and memory rules are taken instead of measuring; None:
+            measure.
+        around: Function that returns a context for each forward pass (autocast).
+        say: Function that gets lines about the progress, if measuring takes long.
 
     Raises:
         ConfigurationError: The profile is of another model, or what all members have needs more than the memory.
@@ -104,7 +105,7 @@ def describe(
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields each parameter and buffer once, with its first name."""
+    """Yields each parameter and buffer once, with the first of its names."""
     seen = set[int]()
     for name, _, _, tensor in named_tensors(root):
         if id(tensor) not in seen:
@@ -122,7 +123,7 @@ def _rows(chain: LayerChain, parts: ModelParts, costs: OptimizerCosts) -> Iterat
 
 
 def _check(profile: TrainingJob, chain: LayerChain, state: StateBytes, rest_nbytes: int) -> None:
-    """Refuses a profile of another model."""
+    """Refuses a profile that was measured on another model."""
     advice = "Measure this model (chaos-lightning profile -- python train.py), or give no profile"
     if len(profile.layers) != len(chain):
         raise ConfigurationError(
@@ -143,22 +144,22 @@ _Sent = tuple[tuple[Tensor, ...], str]
 
 
 class _NoRoomError(Exception):
-    """Error that a stretch cannot run here; says why."""
+    """Error that some layers cannot run in this device's memory; gives the reason."""
 
 
 class _Measurement:
-    """Measurement of the seconds and bytes of layers.
+    """Measurement of the seconds and bytes of the layers that fit into this device's memory.
 
     Args:
         chain: The layers.
         parts: Parts of the model.
         batch: A micro-batch.
-        costs: Of the optimizers.
+        costs: Costs of the optimizers.
         state: Bytes of the training state.
-        device: Where the layers run.
+        device: Device on which the layers run.
         memory_nbytes: Memory for layers.
-        around: Entered around each forward pass.
-        say: Called with lines about the progress.
+        around: Function that returns a context for each forward pass.
+        say: Function that gets lines about the progress.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class _Measurement:
         """Tensors that the last layer has sent and keeps itself; the next layer keeps the same memory."""
 
     def run(self) -> None:
-        """Measures as many layers as can run here."""
+        """Measures as many of the layers as fit into this device's memory."""
         count = len(self._chain)
         self._timer.attach()
         try:
@@ -218,13 +219,13 @@ class _Measurement:
             self._progress(f"{self._measured} of {count} layers are measured, one by one")
 
     def _stretch(self, layers: range, received: Sequence[Tensor], specs: str, budget_s: float) -> _Sent:
-        """Runs a stretch several times; returns the border that it sends on.
+        """Measures some consecutive layers by running them several times; returns the tensors that they pass on.
 
         Args:
-            layers: Of the stretch.
-            received: What it takes.
-            specs: Text that came with it.
-            budget_s: How long it may be timed.
+            layers: Layers to run.
+            received: Tensors that the first of these layers receives.
+            specs: Text that came with the received tensors.
+            budget_s: Seconds that may be spent on timing.
 
         Raises:
             _NoRoomError: It cannot run here; says why.
@@ -251,7 +252,7 @@ class _Measurement:
     def _passes(
         self, layers: range, most_nbytes: int, received: Sequence[Tensor], specs: str, budget_s: float
     ) -> _Sent:
-        """Runs a stretch: once to see that it keeps no more than `most_nbytes`, once to count bytes, and then for
+        """Runs some layers repeatedly: first within a limit on kept bytes, then to count bytes, then to measure
         times.
         """
         state = [*self._tensors.values(), *(t for t in received if any(t is x for x in self._sent_kept))]
@@ -284,14 +285,14 @@ class _Measurement:
         watching: PassBytes | None,
         counts: bool | None,
     ) -> _Sent:
-        """Runs a stretch forward and backward; returns the border that it sends on.
+        """Runs some layers forward and backward once; returns the tensors that they pass on.
 
         Args:
-            layers: Of the stretch.
-            received: What it takes.
-            specs: Text that came with it.
-            watching: Hears what autograd keeps.
-            counts: Whether its times count; None: it is not timed.
+            layers: Layers to run.
+            received: Tensors that the first of these layers receives.
+            specs: Text that came with the received tensors.
+            watching: Counter of the bytes that autograd keeps.
+            counts: Whether the times of this pass count; None: it is not timed.
         """
         timed = None if counts is None else self._timer.begin(layers.start, layers.stop, counts=counts)
         try:
@@ -329,7 +330,7 @@ class _Measurement:
         """Yields the costs of each layer.
 
         Args:
-            samples: In one micro-batch.
+            samples: Number of samples in a micro-batch.
         """
         times, state, bytes_, optimizer_s = self._timer.medians(), self._state, self._bytes, self._optimizer_s()
         known = range(self._measured)

@@ -1,4 +1,4 @@
-"""Tells the memory of a member's device: what the user says, else what the accelerator or the machine has."""
+"""Determines the memory of a member's device: as the user gives it, else as the accelerator or machine reports it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chaos_lightning.replication.snapshot import available_nbytes
 
 
 class DeviceMemory(NamedTuple):
-    """Memory that one member may use.
+    """Memory that one member may use on its device, and where the figure comes from.
 
     Attributes:
         nbytes: Bytes.
@@ -25,7 +25,7 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(given: int | str | None, device: torch.device, processes_here: int = 1) -> DeviceMemory:
-    """Returns the memory of a member's device.
+    """Returns the memory that a member may use on its device, and where the figure comes from.
 
     Args:
         given: Bytes, or a text such as "8 GiB"; None: see `default_device_memory`.
@@ -50,7 +50,7 @@ def device_memory(given: int | str | None, device: torch.device, processes_here:
 
 
 def default_device_memory(device: torch.device, processes_here: int = 1) -> int:
-    """Returns the bytes of an accelerator, or those that this machine can give; several processes share them.
+    """Returns the bytes of an accelerator's memory; for a CPU, this process's share of the machine's available memory.
 
     Args:
         device: Device of the layers.

@@ -1,4 +1,4 @@
-"""Runs the units of one member: forward and backward passes of micro-batches through its stages, in a given order.
+"""Runs the units of one member in order: forward and backward passes of micro-batches through its stages.
 
 Theory of operation. One path, whether or not the step runs again. For each unit the executor waits for the tensors
 that another member sends (`Exchange`), runs the layers, and sends on what they made. A forward unit is kept until its
@@ -34,7 +34,7 @@ from chaos_lightning.protocol.types import LayersCovered, ViewId
 
 
 class SlotAttempt(NamedTuple):
-    """Attempt at a slot under one view; a tensor is used in its own attempt only."""
+    """Number of an attempt: slot and view. Tensors are valid in their own attempt only."""
 
     view: ViewId
     seq: int
@@ -44,27 +44,27 @@ class SlotAttempt(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Exchange that sends border tensors to other members, and waits for theirs."""
+    """Interface that sends border tensors to other members and waits for theirs."""
 
     def send(self, attempt: SlotAttempt, to: str, key: BorderKey, border: Border) -> None:
-        """Sends a border; its tensors stay as they are until they have left.
+        """Sends border tensors, which must not change until they are on their way.
 
         Raises:
             AttemptOverError: The attempt has ended.
         """
 
     def there(self, attempt: SlotAttempt, key: BorderKey) -> bool:
-        """Returns whether `take` would not wait."""
+        """Returns whether `take` would return without waiting."""
 
     def take(self, attempt: SlotAttempt, key: BorderKey) -> Border:
-        """Waits for a border and returns it.
+        """Waits for border tensors and returns them.
 
         Raises:
             AttemptOverError: The attempt has ended, or ends meanwhile.
         """
 
     def check(self, attempt: SlotAttempt) -> None:
-        """Checks that the attempt goes on.
+        """Raises AttemptOverError if the attempt has ended.
 
         Raises:
             AttemptOverError: It does not.
@@ -72,33 +72,33 @@ class Exchange(Protocol):
 
 
 class Pass(Protocol):
-    """Forward pass of some layers, kept for its backward pass."""
+    """Interface to a finished forward pass of some layers, kept for its backward pass."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that the next layer receives; empty behind the last layer."""
+        """Tensors that the next layer receives; empty after the last layer."""
 
     @property
     def specs(self) -> str:
-        """Text that travels with the tensors."""
+        """Text that describes the tensors and is sent with them."""
 
     @property
     def result(self) -> Any:
-        """Result of the user's step, behind the last layer."""
+        """Result of the user's step, after the last layer."""
 
     def let_go(self) -> Sequence[Tensor | GradientEdge]:
-        """Lets go of `tensors`; returns the graph edges at which their backward pass begins, or the tensors that have
-        none.
+        """Releases `tensors`; returns the graph edges at which the backward pass begins (for tensors without one, the
+        tensors).
         """
 
     def backward(
         self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """Runs the backward pass; returns the gradients of the received tensors."""
+        """Runs the backward pass; returns the gradients of the tensors that were received."""
 
 
 class Layers(Protocol):
-    """Layers of a model, any run of which can run by itself."""
+    """Interface to the layers of a model, any consecutive ones of which can run by themselves."""
 
     def __len__(self) -> int: ...
 
@@ -127,25 +127,25 @@ class Layers(Protocol):
 
 
 class Finishing(Protocol):
-    """Listener that is told when layers of this member are done with backward passes."""
+    """Listener that hears when layers have finished their backward passes of a step."""
 
     def closing(self, layers: Sequence[int]) -> None:
-        """Notes that the next backward pass is the last one of these layers."""
+        """Announces that the next backward pass is the last one of these layers."""
 
     def layer_done(self, layer: int) -> None:
-        """Notes that the layer's gradients are whole here."""
+        """Announces that this layer's gradients are complete at this member."""
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """Units that one member runs in one attempt, and what they need.
+    """Units that one member runs in one attempt, with the functions that give their data.
 
     Attributes:
         attempt: See `SlotAttempt`.
         step: Number of the optimizer step.
-        units: In order.
-        batch: Returns a micro-batch, by its number in the step.
-        weight: Returns the weight of a micro-batch, given its number; asked at the last stage.
+        units: Units in the order in which they run.
+        batch: Function that returns a micro-batch, given its number in the step.
+        weight: Function that returns the weight of a micro-batch, given its number; called at the last stage.
         call: A step of the user's for evaluation. The units are forward passes then, and nothing is kept of them.
     """
 
@@ -158,11 +158,11 @@ class StepWork:
 
 
 class UnitTime(NamedTuple):
-    """Unit that ran, and the marks between which the device computed it.
+    """Unit that has run, with the marks of its start and end on the device.
 
     Attributes:
-        began: Before the first operation, once its tensors and its micro-batch were there.
-        ended: Behind the last operation, before anything was sent.
+        began: Mark before the first operation, once the unit's tensors and micro-batch were there.
+        ended: Mark after the last operation, before anything was sent.
     """
 
     unit: StepUnit
@@ -172,13 +172,14 @@ class UnitTime(NamedTuple):
 
 @dataclass
 class StepSums:
-    """Results of one member's units; the sums themselves lie in `.grad`.
+    """Results of one member's units; the gradient sums themselves are in `.grad`.
 
     Attributes:
         times: Units that ran, in order.
-        weights: By micro-batch whose last layers ran here.
-        losses: The same, unweighted; None where the user's step returned None.
-        results: What the user's step returned for them, without the graph.
+        weights: Weight of each micro-batch whose last layers ran here.
+        losses: Loss of each micro-batch whose last layers ran here, unweighted; None where the user's step returned
+            None.
+        results: Result of the user's step for each micro-batch whose last layers ran here, without the graph.
         peak_nbytes: Most bytes of tensors kept at once between units, if they are counted.
     """
 
@@ -190,15 +191,15 @@ class StepSums:
 
     @property
     def covered(self) -> tuple[LayersCovered, ...]:
-        """Micro-batches whose gradients the sums hold, by layers."""
+        """Micro-batches whose gradients are in the sums, by layers."""
         return coverage(t.unit for t in self.times)
 
 
 class _Sent(NamedTuple):
-    """Record of a tensor that was sent, without its memory.
+    """Record of a sent tensor, without its memory, by which later writes to the tensor are detected.
 
     Attributes:
-        counter: Has no memory, and the tensor's count of writes.
+        counter: Tensor without memory that shares the sent tensor's count of writes.
         version: Count of writes when it was sent.
     """
 
@@ -215,7 +216,7 @@ class _Sent(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """Forward unit that waits for its backward unit."""
+    """Forward pass that waits for its backward pass."""
 
     done: Pass
     roots: Sequence[Tensor | GradientEdge]
@@ -224,15 +225,15 @@ class _Forward(NamedTuple):
 
 
 class PipelineExecutor:
-    """Executor that runs the units of one member in order (see the module).
+    """Executor that runs the units of one member in their order: takes tensors, computes, sends tensors on.
 
     Args:
         root: The model, whose parameters and buffers the units change.
-        layers: Its layers.
-        exchange: Takes and sends border tensors.
-        finishing: Hears of layers that are done.
-        around: Entered around each forward pass (autocast).
-        device: Where the layers are.
+        layers: The model's layers.
+        exchange: Exchange of border tensors with other members.
+        finishing: Listener that hears when layers have finished their backward passes.
+        around: Function that returns a context for each forward pass (autocast).
+        device: Device that the layers are on.
         counted: Tensors that units keep are counted. It costs time, and torch then overlooks writes to kept tensors.
     """
 
@@ -262,14 +263,12 @@ class PipelineExecutor:
         """Micro-batches of which units have run since the last header."""
 
     def remember_base(self) -> None:
-        """Remembers the model as the last header has committed it; called before the first attempt of a step or of
-        a round of evaluation.
-        """
+        """Saves the buffers as of the last committed header, before the first attempt of a step or evaluation round."""
         self.begun = set()
         self._buffers.remember()
 
     def drop(self) -> None:
-        """Undoes all that the attempt has done; the same units may run again then, or others."""
+        """Undoes everything that the attempt has done, so that units can run anew."""
         self._fetched = []
         self._begin()
         self._buffers.restore()
@@ -282,7 +281,7 @@ class PipelineExecutor:
             parameter.grad = None
 
     def run(self, work: StepWork) -> StepSums:
-        """Runs the units and returns their results; sums of gradients begin empty.
+        """Runs the units and returns their results; gradient sums start from zero.
 
         Raises:
             AttemptOverError: The attempt has ended; what it did was dropped.
@@ -332,7 +331,7 @@ class PipelineExecutor:
         return UnitTime(unit, began, ended)
 
     def _fetch(self, work: StepWork) -> None:
-        """Fetches the user's data for the next forward unit, for instance while tensors are on their way."""
+        """Loads the micro-batch of the next forward pass in advance, for example while tensors are on their way."""
         if self._coming and not self._fetched:
             self._fetched.append(work.batch(self._coming[0]))
 
@@ -415,7 +414,7 @@ def _refuse_written(unit: StepUnit, forward: _Forward) -> None:
 
 
 def loss_of(result: Any) -> Tensor | None:
-    """Returns the loss in the result of a user's step; None: the step has none for this micro-batch.
+    """Returns the loss in the result of a user's step; None if the step gives none for this micro-batch.
 
     Raises:
         ConfigurationError: The result has none, or one of several numbers.

@@ -1,4 +1,4 @@
-"""Finds the model that an optimizer trains, and its chain: the list of blocks that can be cut into stages.
+"""Finds the model that an optimizer trains, and its chain: the list of blocks that can be divided into stages.
 
 Theory of operation. Nobody names the model to a profiler, so it is the largest module of the process that has
 parameters of the optimizer. Its chain is the longest nn.Sequential or nn.ModuleList whose blocks are of one class and
@@ -25,7 +25,7 @@ MOST_LISTED = 8
 
 @dataclass(frozen=True)
 class FoundChain:
-    """Chain of a model: its list of blocks."""
+    """Chain of a model: its list of blocks and the list's path."""
 
     path: str
     blocks: tuple[nn.Module, ...]
@@ -36,7 +36,7 @@ class FoundChain:
 
 
 def kind_of(block: nn.Module) -> str:
-    """Returns the name of a block's class, also if `torch.compile(block)` wraps the block."""
+    """Returns the class name of a block, also of one wrapped by `torch.compile`."""
     return type(getattr(block, "_orig_mod", block)).__name__
 
 
@@ -45,7 +45,7 @@ def compiled(module: nn.Module) -> bool:
 
 
 def model_of(optimizer: Optimizer) -> nn.Module:
-    """Returns the largest module of this process that has parameters of the optimizer."""
+    """Returns the largest module in this process that contains parameters of the optimizer."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     # A type is asked, since isinstance would run code of proxies.
     modules: list[nn.Module] = [
@@ -60,7 +60,8 @@ def model_of(optimizer: Optimizer) -> nn.Module:
 
 
 def find_chain(root: nn.Module, path: str = "") -> FoundChain:
-    """Returns the chain of a model: by its path, by the model's own `chaos_chain`, or its longest list of alike blocks.
+    """Returns a model's chain: at the given path, at the model's own `chaos_chain`, or the longest list of blocks of
+    one class.
 
     Lists within a block of a list do not count.
 
@@ -91,7 +92,7 @@ def _lists(root: nn.Module) -> Iterable[tuple[str, tuple[nn.Module, ...]]]:
 
 
 def _within(name: str, lists: dict[str, tuple[nn.Module, ...]]) -> bool:
-    """Returns whether a list is part of a block of another list whose blocks are alike."""
+    """Returns whether a list lies within a block of another list, all of whose blocks have one class."""
     return any(
         name.startswith(f"{other}." if other else "") and len(set(map(kind_of, blocks))) == 1
         for other, blocks in lists.items()
@@ -115,7 +116,7 @@ def _listed(lists: dict[str, tuple[nn.Module, ...]]) -> str:
 
 
 def check_model(root: nn.Module, optimizer: Optimizer) -> None:
-    """Refuses a model or an optimizer that no pipeline could run.
+    """Refuses a model or optimizer that cannot run in a pipeline.
 
     Raises:
         UnsupportedError: Says which, and what to do instead.

@@ -1,4 +1,4 @@
-"""Runs one micro-batch in one stage: keeps its forward pass, and runs its backward pass."""
+"""Runs one micro-batch through one stage: its forward pass, which is kept, and later its backward pass."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from chaos_lightning.pipeline.taint import Taint
 
 
 class _Enter(torch.autograd.Function):
-    """Operation that puts a received tensor into the graph, and its gradient into a list. The result may be written
-    to.
-    """
+    """Autograd operation that inserts a received tensor into the graph, and stores its gradient in a list."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor | None], at: int, tensor: Tensor) -> Tensor:
@@ -64,7 +62,7 @@ class ForwardUnit:
         self._gradients: list[Tensor | None] = []
 
     def enter(self, received: Sequence[Tensor], specs: Specs) -> None:
-        """Takes the tensors that the stage before has sent.
+        """Inserts the tensors that the previous stage has sent into the graph.
 
         Raises:
             StateError: The tensors are not those of the specs.
@@ -85,7 +83,7 @@ class ForwardUnit:
         self.calls = list(specs.calls)
 
     def let_go(self) -> tuple[Tensor | GradientEdge, ...]:
-        """Lets go of `tensors`, once they were sent.
+        """Releases `tensors` after they were sent; returns the points at which their backward pass begins.
 
         Returns:
             Where their backward pass begins; of those without one, the tensors.
@@ -96,7 +94,9 @@ class ForwardUnit:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Lets a backward pass of this unit run blocks again (activation checkpointing) while the block runs."""
+        """Allows activation checkpointing to call blocks again for this unit's backward pass, while the block of code
+        runs.
+        """
         self.again = True
         with self._under_way(self):
             yield
@@ -121,13 +121,11 @@ class ForwardUnit:
         return self.gradients()
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of the received tensors, and lets go of the graph."""
+        """Returns the gradients of the received tensors, and releases the graph."""
         self.tensors, self.result, self.entered = (), None, None
         return tuple(self._gradients)
 
 
 def some_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Returns gradients such as the next stage may send for these tensors, for use where only the computation
-    matters.
-    """
+    """Returns made-up gradients for these tensors, for measurements in which values do not matter."""
     return tuple(torch.full_like(t, 1e-3) if t.requires_grad else None for t in tensors)

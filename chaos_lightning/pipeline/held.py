@@ -1,4 +1,4 @@
-"""Holds the parts of a model in this process: which have memory here, their states for other members, and their first
+"""Keeps track of a model's parts in this process: which have memory, their states for other members, and their initial
 values.
 
 Theory of operation. Before the job's first slot a part is made by its oldest owner alone (protocol.md P14): from the
@@ -22,13 +22,13 @@ from chaos_lightning.replication.part_state import PartState
 
 
 class HeldModel:
-    """Parts of a model in this process (see the module); belongs to the training thread.
+    """Parts of a model that this process has; used by the training thread only.
 
     Args:
         module: The model.
-        memory: Its memory.
-        parts: Its parts.
-        optimizers: Of the whole model.
+        memory: Memory of the model's tensors.
+        parts: Parts of the model.
+        optimizers: Optimizers of the whole model.
         loaded: A checkpoint that first values are taken from; if none was read, it has nothing.
     """
 
@@ -50,27 +50,29 @@ class HeldModel:
 
     @property
     def present(self) -> frozenset[str]:
-        """Names of the tensors that have memory here."""
+        """Names of the tensors that have memory in this process."""
         return frozenset(name for name, _, _, tensor in named_tensors(self._module) if not is_absent(tensor))
 
     def states(self, names: Collection[str]) -> Sequence[PartState]:
-        """Returns the states of these parts as they are, without those that have no tensors of their own (the rest)."""
+        """Returns the present states of the named parts; parts without tensors of their own, such as the rest, are left
+        out.
+        """
         wanted = [part for part in names if part != REST and self._parts.names(part)]
         self._make(self._names(wanted))
         return [PartState(p, self._module, self._parts.names(p), self._optimizers) for p in wanted]
 
     def room(self, names: Collection[str]) -> None:
-        """Makes memory for these parts, which are pulled next."""
+        """Allocates memory for these parts before they are pulled from other members."""
         self._memory.room(self._names(names))
 
     def forget(self, names: Collection[str]) -> None:
-        """Frees these parts, which other members own."""
+        """Frees these parts, which only other members own from now on."""
         for state in self.states(names):
             state.forget()
         self._memory.leave_out(self._names(names))
 
     def rest(self) -> list[str]:
-        """Makes the buffers that all members have, and returns their names."""
+        """Makes the buffers that every member has (the rest); returns their names."""
         names = self._names([REST])
         self._make(names)
         return names
@@ -83,8 +85,8 @@ class HeldModel:
             self._loaded.fill(lacking)
 
     def settle(self, owned: Collection[str]) -> None:
-        """Frees the tensors that this member does not own, once, when a slot has closed; no part has first values any
-        more.
+        """Frees, after the first closed slot, all tensors that this member does not own, and the source of initial
+        values.
 
         Args:
             owned: Parts that this member holds.
@@ -97,6 +99,6 @@ class HeldModel:
         self._loaded.forget()
 
     def restart(self) -> None:
-        """Frees all parts, because this member joins again, unless the job has not begun."""
+        """Frees all parts before this member joins again; does nothing if the job has not begun."""
         if not self._first:
             self.forget([part for part in self._parts.users if part != REST])

@@ -1,4 +1,4 @@
-"""Puts a `ModelProfiler` into a script that knows nothing of it: `chaos-lightning profile -- python train.py`.
+"""Adds a `ModelProfiler` to an unchanged script, for `chaos-lightning profile -- python train.py`.
 
 Theory of operation. The command makes a folder with a `sitecustomize` module, which every Python process that the
 script starts imports first, as the folder is in PYTHONPATH. It calls `hook` here, which waits until torch's optimizers
@@ -32,10 +32,11 @@ SETTINGS, CLAIMED, PROFILE, REFUSED, PROGRESS = "settings.json", "claimed", "pro
 
 
 def prepare(folder: Path, settings: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """Writes the files that the script's processes read; returns the environment to start the script with.
+    """Writes the files that hook into the script's processes; returns the environment variables to start the script
+    with.
 
     Args:
-        folder: Empty; it has to stay until the script has ended.
+        folder: Empty folder, which has to stay until the script has ended.
         settings: Arguments of `ModelProfiler`.
         environ: The environment so far.
     """
@@ -46,7 +47,7 @@ def prepare(folder: Path, settings: Mapping[str, Any], environ: Mapping[str, str
 
 
 def _own_job(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment with a job of one process in place of the jobs that it names."""
+    """Returns the environment variables with those of any job replaced by a job of one process alone."""
     from chaos_lightning.control.options import HOSTED
     from chaos_lightning.declared import declared
     from chaos_lightning.settings import PROFILED, EngineConfig
@@ -62,7 +63,7 @@ def _own_job(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def alone(who: str, but: str = "") -> bool:
-    """Returns whether `chaos-lightning profile` runs this script, which then trains alone; if so, prints that.
+    """Returns whether `chaos-lightning profile` runs this script, which then trains alone; prints a note if so.
 
     Args:
         who: The part of this package that would take part in a job.
@@ -83,8 +84,8 @@ def alone(who: str, but: str = "") -> bool:
 
 
 def hook(place: str) -> None:
-    """Prepares this process, in which `place` was imported as sitecustomize; another module of that name is run,
-    too.
+    """Installs the profiler's hook in a script's process, in place of `sitecustomize`; runs the user's own
+    `sitecustomize`, too.
     """
     folder = Path(place).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
@@ -111,7 +112,7 @@ def _listen(folder: Path, module: ModuleType) -> None:
 
 
 def _made(folder: Path) -> Any:
-    """Returns the profiler of the script; None in a process that came later than another one."""
+    """Returns the profiler for this process; None if another process of the script has one already."""
     from chaos_lightning.pipeline.profile import ModelProfiler, Outcome
 
     try:
@@ -129,5 +130,5 @@ def _made(folder: Path) -> Any:
 
 
 def say(line: str) -> None:
-    """Prints a line about the progress of the measurement among the script's own lines."""
+    """Prints a progress line of the measurement to stderr."""
     print(f"chaos-lightning profile: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Intercepts calls of single modules of a model: a substitute answers first.
+"""Intercepts the calls of single modules of a model, so that a substitute function can answer them.
 
 Theory of operation. The module gets a class of its own, derived from its class, with another `__call__`; torch's own
 `fully_shard` does the like. Hooks, activation checkpointing and `torch.compile` of the module lie within that call.
@@ -21,7 +21,7 @@ Call = Callable[..., Any]
 
 
 class Substitute(Protocol):
-    """Function that answers instead of a module; `real` is the module's own call."""
+    """Function that answers a module's calls; `real` is the module's own call."""
 
     def __call__(self, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -30,7 +30,7 @@ _ANSWERS: WeakKeyDictionary[nn.Module, Substitute] = WeakKeyDictionary()
 
 
 def intercept(module: nn.Module, name: str, answer: Substitute) -> None:
-    """Lets `answer` answer the calls of a module.
+    """Redirects the calls of a module to the function `answer`.
 
     Args:
         module: The module.
@@ -53,7 +53,7 @@ def intercept(module: nn.Module, name: str, answer: Substitute) -> None:
 
 
 def release(module: nn.Module) -> None:
-    """Gives the module its own class back."""
+    """Ends the interception of a module by restoring its class."""
     del _ANSWERS[module]
     object.__setattr__(module, "__class__", type(module).__mro__[1])
 
@@ -64,7 +64,9 @@ def _made_anew(kind: type[nn.Module], *arguments: Any) -> nn.Module:
 
 @cache
 def _intercepting(kind: Any) -> type[nn.Module]:
-    """Returns a class like `kind` whose calls ask the chain; its copies and pickles are of `kind` itself."""
+    """Returns a subclass of `kind` whose calls go to the substitute; copies and pickles of its objects are of class
+    `kind`.
+    """
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         answer = _ANSWERS.get(self)

@@ -30,7 +30,9 @@ class KeptBytes:
 
     @contextmanager
     def during(self, key: Hashable, entered: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Counts the tensors that torch saves under this key while the block runs, and those that have entered."""
+        """Counts, under this key, the tensors that autograd saves while the block runs, and the received tensors
+        `entered`.
+        """
         state = (*self._root.parameters(), *self._root.buffers())
         ours = {t.untyped_storage()._cdata for t in state if not t.is_meta}
         self.add(key, entered)
@@ -44,7 +46,7 @@ class KeptBytes:
             yield
 
     def add(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
-        """Counts these tensors under this key, too."""
+        """Adds these tensors to the count under this key."""
         held = self._held.setdefault(key, {})
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -54,10 +56,10 @@ class KeptBytes:
         self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
 
     def remove(self, key: Hashable) -> None:
-        """Takes the tensors under this key off the count."""
+        """Removes the tensors under this key from the count."""
         self.now_nbytes -= sum(self._held.pop(key, {}).values())
 
     def clear(self) -> None:
-        """Begins anew, with no tensors and no peak."""
+        """Resets the count, with no tensors and a peak of 0."""
         self._held.clear()
         self.now_nbytes = self.peak_nbytes = 0

@@ -1,4 +1,5 @@
-"""Counts the bytes of layers: state, kept activations, workspace, and the tensors that enter each block.
+"""Measures the bytes of each layer: state, activations kept for backward, workspace, and the tensors that enter its
+block.
 
 Theory of operation. Autograd hands each tensor that it keeps for the backward pass to a hook; storages are counted
 once, at the layer that first keeps them, and those of parameters and buffers are not. Under activation checkpointing
@@ -36,7 +37,7 @@ from chaos_lightning.pipeline.find_chain import compiled
 
 
 class TensorGauge(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gauge of the bytes of tensors that operations have made since it began, now and at the peak."""
+    """Gauge of the bytes, now and at the peak, of tensors that operations have made on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,7 +67,7 @@ class TensorGauge(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class AllocatorGauge:
-    """Gauge of the bytes that an accelerator's allocator has given out, now and at the peak."""
+    """Gauge of the bytes, now and at the peak, that an accelerator's allocator has given out."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,31 +92,31 @@ class AllocatorGauge:
 
 
 def gauge_of(root: nn.Module, device: torch.device) -> TensorGauge | AllocatorGauge | None:
-    """Returns a gauge of a device's memory; None: a mode cannot see into compiled blocks on a CPU."""
+    """Returns a gauge of a device's memory; None for compiled blocks on a CPU, whose operations no mode can see."""
     if device.type != "cpu":
         return AllocatorGauge(device)
     return None if any(map(compiled, root.modules())) else TensorGauge()
 
 
 class TooMuchKept(BaseException):
-    """Exception that ends a forward pass that keeps more bytes than there are; no `except Exception` of the user's
-    catches it.
+    """Exception that ends a forward pass that keeps more bytes than allowed; user code's `except Exception` does not
+    catch it.
     """
 
 
 class PassBytes:
-    """Bytes by layer of one micro-batch, from `begin` to `ends`. A `LayerTimer` calls `watch`.
+    """Measurement of one micro-batch's bytes by layer; a `LayerTimer` reports the blocks' calls to it.
 
     Attributes:
-        kept: Kept by autograd from the forward pass to the backward pass.
-        workspace: See the module.
+        kept: Bytes by layer that autograd keeps from the forward pass to the backward pass.
+        workspace: Bytes by layer of workspace (see the module).
         entered: Bytes of the tensors that enter each block.
-        used: By parameter: the layers whose part of the graph it is in; after `look`.
+        used: Layers whose part of the graph each parameter is in, by parameter; known after `look`.
         skips: Layers that also depend on earlier ones by other ways than the tensors that enter their block.
 
     Args:
         count: Number of layers.
-        gauge: Of the device's memory; None: the workspace is not measured.
+        gauge: Gauge of the device's memory; None: the workspace is not measured.
     """
 
     def __init__(self, count: int, gauge: TensorGauge | AllocatorGauge | None) -> None:
@@ -138,7 +139,7 @@ class PassBytes:
 
         Args:
             state: Parameters, buffers, and what others keep: these are no activations of this pass.
-            first: Its first layer.
+            first: First layer of the pass.
             most_nbytes: Bytes that it may keep; beyond them it ends with `TooMuchKept`.
         """
         self._seen = {tensor.untyped_storage().data_ptr() for tensor in state}
@@ -149,9 +150,7 @@ class PassBytes:
             self._before = self._gauge.now
 
     def watch(self, layer: int, tensors: Sequence[Tensor] | None) -> None:
-        """Notes that a block is called with these tensors; or, if they are None, that a layer's forward or backward
-        part ends.
-        """
+        """Records a call of a block with these tensors; None means the end of a layer's forward or backward part."""
         if tensors is not None:
             self._layer = layer
             self.entered[layer] = sum(t.numel() * t.element_size() for t in tensors)
@@ -166,7 +165,7 @@ class PassBytes:
         self._forward.close()
 
     def look(self, roots: Iterable[Tensor]) -> None:
-        """Finds the layers that use each parameter in the graph of a forward pass that is over.
+        """Finds, in the graph of a finished forward pass, the layers that use each parameter.
 
         Args:
             roots: What the backward pass begins with, such as the loss.
@@ -179,8 +178,8 @@ class PassBytes:
         self._borders.clear()
 
     def _walk(self, layer: int, above: Iterable[Node], earlier: set[Node]) -> None:
-        """Walks a layer's part of the graph, which ends at the parts of the layers before it, and adds that part to
-        theirs.
+        """Walks a layer's part of the autograd graph, back to the parts of earlier layers, and adds its nodes to
+        `earlier`.
         """
         entry, todo, own = set(self._borders.get(layer, ())), list(above), set[Node]()
         while todo:
@@ -199,13 +198,13 @@ class PassBytes:
         earlier |= own
 
     def ends(self) -> None:
-        """Ends the count: the pass is over, or given up. Idempotent."""
+        """Ends the measurement of a pass, whether finished or aborted. Idempotent."""
         self._forward.close()
         self._whole.close()
         self._borders.clear()
 
     def keeps(self, tensor: Tensor) -> bool:
-        """Returns whether the last pass kept the memory of a tensor."""
+        """Returns whether the last pass kept the memory of a tensor for backward."""
         return tensor.untyped_storage().data_ptr() in self._seen
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -221,7 +220,7 @@ class PassBytes:
 
 
 class StateRow(NamedTuple):
-    """Parameter or buffer of a model, and the layers that use it."""
+    """Parameter or buffer of a model, its bytes, and the layers that use it."""
 
     name: str
     nbytes: int
@@ -232,7 +231,7 @@ class StateRow(NamedTuple):
 
 @dataclass
 class StateBytes:
-    """Bytes of the training state by layer; a tensor that several layers use counts at each of them.
+    """Bytes of the training state by layer; a tensor that several layers use counts for each of them.
 
     Attributes:
         parameters: Parameters and buffers.
@@ -250,12 +249,12 @@ class StateBytes:
 
     @staticmethod
     def of(rows: Iterable[StateRow], count: int, name_of: Callable[[int], str]) -> StateBytes:
-        """Adds up the bytes of parameters and buffers by layer.
+        """Returns the sums of the bytes of parameters and buffers by layer.
 
         Args:
             rows: Each once.
             count: Number of layers.
-            name_of: Of a layer.
+            name_of: Function that returns the name of a layer.
         """
         found = StateBytes()
         for row in rows:
@@ -274,13 +273,13 @@ class StateBytes:
 def state_rows(
     root: nn.Module, blocks: Sequence[nn.Module], used: Mapping[Tensor, set[int]], optimizer: Optimizer
 ) -> Iterator[StateRow]:
-    """Yields the rows of parameters and buffers after a step, while gradients are there.
+    """Yields the sizes and layers of all parameters and buffers, after a step while gradients exist.
 
     Args:
         root: The model.
-        blocks: Its chain.
-        used: See `PassBytes`.
-        optimizer: Its state counts at the layers of each parameter.
+        blocks: Blocks of the model's chain.
+        used: Layers that use each parameter (`PassBytes.used`).
+        optimizer: Optimizer whose state counts at the layers of each parameter.
     """
     last = len(blocks) - 1
     inside: dict[Tensor, list[int]] = defaultdict(list)

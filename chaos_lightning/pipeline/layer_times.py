@@ -1,4 +1,4 @@
-"""Times the layers of a chain, forward and backward, as micro-batches pass them.
+"""Measures the forward and backward times of a chain's layers while micro-batches pass through them.
 
 Theory of operation. Layer i is block i of the chain. Layer 0 also has everything that runs before the chain, the last
 layer everything after it, and what runs between two blocks belongs to the first of them. So a forward pass needs a mark
@@ -36,7 +36,7 @@ Mark = Any
 
 
 class LayerClock:
-    """Clock that sets marks and tells the seconds between them.
+    """Clock that sets time marks and returns the seconds between them.
 
     Args:
         device: The device on which the layers compute.
@@ -47,7 +47,7 @@ class LayerClock:
         self._of_stream = device.type != "cpu"
 
     def mark(self) -> Mark:
-        """Returns a mark of this moment; on an accelerator, of the moment at which the stream comes to it."""
+        """Returns a mark of the present moment; on an accelerator, of the moment at which its stream gets there."""
         if not self._of_stream:
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -55,7 +55,7 @@ class LayerClock:
         return event
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Returns the seconds between two marks, at least 0; waits until an accelerator has passed the second one."""
+        """Returns the seconds between two marks, at least 0; waits until an accelerator has reached the second one."""
         if not self._of_stream:
             return max(0.0, float(end - begin))
         end.synchronize()
@@ -63,7 +63,7 @@ class LayerClock:
 
 
 class TimedPass:
-    """Forward and backward pass of one micro-batch through layers [first, end). `LayerTimer.begin` makes it."""
+    """Timed forward and backward pass of one micro-batch through layers [first, end), made by `LayerTimer.begin`."""
 
     def __init__(self, timer: LayerTimer, first: int, end: int, counts: bool) -> None:
         self.first, self.end = first, end
@@ -76,7 +76,7 @@ class TimedPass:
         self._backward: Mark = None
 
     def enter(self, layer: int, tensors: Sequence[Tensor]) -> None:
-        """Notes that a block is called with these tensors.
+        """Records a call of a block with these tensors, and the time.
 
         Raises:
             UnsupportedError: Another block is due.
@@ -102,12 +102,12 @@ class TimedPass:
                 tensor.register_hook(partial(self._gradient, layer))  # type: ignore[no-untyped-call]
 
     def _gradient(self, layer: int, _: Tensor) -> None:
-        """Notes that the gradient of a tensor that entered this layer is there; the last one of several counts."""
+        """Records the time at which the gradient of a layer's input is ready; of several inputs the last one counts."""
         self._done[layer] = self._clock.mark()
         self._timer.closed(layer)
 
     def forward_ends(self) -> None:
-        """Notes that the loss is there, or that the next stage's first block is called.
+        """Records the end of the forward pass: the loss is computed, or the next stage's first block is called.
 
         Raises:
             UnsupportedError: A block was not called.
@@ -127,14 +127,16 @@ class TimedPass:
         self._backward = self._clock.mark()
 
     def ends(self) -> None:
-        """Notes that the backward pass is over, so that its times count."""
+        """Records the end of the backward pass; from now on the pass counts."""
         self._done[self.first] = self._clock.mark()
         self._timer.closed(self.first)
         if self._counts:
             self._timer.took(self)
 
     def times(self) -> tuple[list[float], list[float]]:
-        """Returns the seconds by layer, forward and backward; no backward time where nothing is trained up to there."""
+        """Returns the forward and backward seconds of each layer; backward seconds are 0 for layers that no gradient
+        reaches.
+        """
         seconds, done, backward = self._clock.seconds, self._backward, [0.0] * (self.end - self.first)
         for layer in range(self.end - 1, self.first - 1, -1):
             # Without a mark, no gradient passes from here to the layers before.
@@ -145,16 +147,16 @@ class TimedPass:
 
 
 class LayerTimer:
-    """Timer of layers, which measures while it is attached. Medians are of the latest passes.
+    """Timer of a chain's layers, which measures while it is attached; it reports medians over the latest passes.
 
     Args:
         blocks: The chain.
-        clock: Of the device that computes them.
-        path: Of the chain in the model, for errors.
-        watch: Called with (layer, tensors) when a block is called, and with (layer, None) when a layer's forward or
-            backward part ends.
-        refuse: Called with the error where blocks are not called as a chain; raises it by default. Such a pass does not
-            count.
+        clock: Clock of the device that computes the blocks.
+        path: Path of the chain in the model, for errors.
+        watch: Function called with (layer, tensors) when a block is called, and with (layer, None) when a layer's
+            forward or backward part ends.
+        refuse: Function called with the error if blocks are not called as a chain, in a pass that does not count;
+            raises it by default.
     """
 
     def __init__(
@@ -176,11 +178,11 @@ class LayerTimer:
         self._backward = [deque[float](maxlen=WINDOW) for _ in blocks]
 
     def name_of(self, layer: int) -> str:
-        """Returns the name of a block, such as "model.layers.3"."""
+        """Returns the path of a block, such as "model.layers.3"."""
         return f"{self.path or 'layers'}.{layer}"
 
     def attach(self) -> None:
-        """Begins to hear of calls of the blocks. Idempotent."""
+        """Hooks into the blocks' calls. Idempotent."""
         if self._handles or self._compiled:
             return
         for layer, block in enumerate(self.blocks):
@@ -192,7 +194,7 @@ class LayerTimer:
                 block._compiled_call_impl = partial(_call, called, block, block._compiled_call_impl)
 
     def detach(self) -> None:
-        """Takes the timer's hooks off the blocks; measured times stay. Idempotent."""
+        """Removes the hooks from the blocks; measured times are kept. Idempotent."""
         for handle in self._handles:
             handle.remove()
         for block, real in self._compiled.items():
@@ -201,7 +203,7 @@ class LayerTimer:
         self._handles, self._current = [], None
 
     def begin(self, first: int = 0, end: int | None = None, *, counts: bool = True) -> TimedPass:
-        """Begins a micro-batch's forward pass through layers [first, end); by default through all.
+        """Begins to time a micro-batch's pass through layers [first, end); by default through all.
 
         Calls of blocks belong to it until it says `forward_ends`. Others may begin before its backward pass does.
 
@@ -214,7 +216,7 @@ class LayerTimer:
         return self._current
 
     def leave(self, timed: TimedPass) -> None:
-        """Takes later calls of blocks for none of this pass's: activation checkpointing calls blocks again."""
+        """Stops assigning calls of blocks to this pass, since activation checkpointing will call blocks again."""
         if self._current is timed:
             self._current = None
 
@@ -226,7 +228,7 @@ class LayerTimer:
             self.watch(layer, None)
 
     def settle(self) -> None:
-        """Reads the times of all passes that have ended; waits for an accelerator to come there."""
+        """Collects the times of all finished passes; waits for the accelerator to finish them."""
         for timed in self._ended:
             for layer, (forward, backward) in enumerate(zip(*timed.times(), strict=True), timed.first):
                 self._forward[layer].append(forward)
@@ -234,13 +236,13 @@ class LayerTimer:
         self._ended.clear()
 
     def drop(self) -> None:
-        """Forgets all times that were measured until now, as after a warm-up."""
+        """Discards all times measured so far, for example those of a warm-up."""
         self._ended.clear()
         for values in (*self._forward, *self._backward):
             values.clear()
 
     def medians(self) -> dict[int, tuple[float, float]]:
-        """Returns the median (forward, backward) seconds by layer, of layers that were timed."""
+        """Returns the median (forward, backward) seconds of each layer that was timed."""
         self.settle()
         pairs = enumerate(zip(self._forward, self._backward, strict=True))
         return {layer: (statistics.median(f), statistics.median(b)) for layer, (f, b) in pairs if f}
@@ -265,6 +267,6 @@ def _call(called: Callable[..., None], block: nn.Module, real: Callable[..., Any
 
 
 def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors of a block's first argument: those that travel between stages."""
+    """Returns the tensors in a block's first argument, which are those that stages send to each other."""
     first = args[0] if args else next(iter(kwargs.values()), None)
     return [leaf for leaf in tree_leaves(first) if isinstance(leaf, Tensor)]

@@ -1,4 +1,4 @@
-"""Takes the values of a model's parts from a checkpoint of the whole model; a member needs only its own parts.
+"""Loads a member's parts of a model from a checkpoint of the whole model.
 
 Theory of operation. The file is mapped into memory, so what nobody looks at is not read. The model's own
 `load_state_dict` runs as ever, with its hooks and messages, but copies into tensors that are absent are left out. The
@@ -26,7 +26,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def read_whole(path: Path, *, weights_only: bool | None = None) -> dict[str, Any] | None:
-    """Maps a checkpoint into memory; tensors are read from the file when their values are used.
+    """Maps a checkpoint file into memory; a tensor's bytes are read from the file when they are used.
 
     Args:
         path: A local file, which may be replaced afterwards, but not written to.
@@ -45,7 +45,7 @@ def read_whole(path: Path, *, weights_only: bool | None = None) -> dict[str, Any
 
 
 class LoadedParts:
-    """Values from one checkpoint for the parts of a model: those that are here, and those that will be.
+    """Checkpoint of the whole model as the source of values for the parts here, also for parts that get memory later.
 
     Args:
         root: The model.
@@ -58,7 +58,7 @@ class LoadedParts:
         self._place: Callable[[Optimizer], None] = lambda optimizer: None
 
     def load_model(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Loads the values of parts that are here, and checks the keys and shapes of all.
+        """Loads the values of the parts that are here; checks keys and shapes of all parts.
 
         Args:
             state: The checkpoint's state dict, of the whole model.
@@ -77,10 +77,10 @@ class LoadedParts:
         states: Iterable[Mapping[str, Any]],
         place: Callable[[Optimizer], None] = lambda optimizer: None,
     ) -> None:
-        """Loads hyperparameters, and the state of parameters that are here.
+        """Loads hyperparameters, and the optimizer state of the parameters that are here.
 
         Args:
-            optimizers: Of the whole model.
+            optimizers: Optimizers of the whole model.
             states: The checkpoint's, in the same order.
             place: Puts an optimizer's state where it belongs.
 
@@ -93,10 +93,10 @@ class LoadedParts:
             self._load(optimizer, state, here)
 
     def fill(self, names: Collection[str]) -> frozenset[str]:
-        """Gives values from the checkpoint to tensors that have memory by now.
+        """Fills the named tensors, which have got memory since, with values from the checkpoint.
 
         Args:
-            names: Of parameters and buffers; of tied ones, any.
+            names: Names of parameters and buffers; of a tied one, any of its names.
 
         Returns:
             Those for which the checkpoint has none: they stay as they are.
@@ -116,12 +116,12 @@ class LoadedParts:
         return frozenset(name for name, tensor in tensors.items() if id(tensor) not in into.written)
 
     def forget(self) -> None:
-        """Lets go of the checkpoint."""
+        """Releases the checkpoint."""
         self._model = None
         self._optimizers.clear()
 
     def _load(self, optimizer: Optimizer, given: Mapping[str, Any], wanted: Collection[int]) -> None:
-        """Loads hyperparameters and the state of some parameters, in place of all that the optimizer has."""
+        """Loads hyperparameters and the state of the wanted parameters, in place of the optimizer's present state."""
         numbers = [number for group in given["param_groups"] for number in group["params"]]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         left_out = {n for n, p in zip(numbers, parameters, strict=False) if id(p) not in wanted}
@@ -138,7 +138,7 @@ class LoadedParts:
 
 
 class _Into(TorchFunctionMode):
-    """Mode in which `Tensor.copy_` writes into some tensors of a model only, and never into one that is absent.
+    """Mode that restricts `Tensor.copy_` to the wanted tensors of a model; copies into absent ones do nothing.
 
     Args:
         root: The model.

@@ -1,5 +1,4 @@
-"""Writes a measured model as the planner's file: the measured values, the devices and links that it runs on, and how
-well the estimator fits.
+"""Writes a model's measurements as a file for the planner, with devices, links, and a check of the estimated step time.
 
 Theory of operation. `ModelProfile` is what a process measured; it travels as JSON to the command that asked for it. A
 `ProfiledFleet` says on what the model is to run: this machine, or the members of a running job with their measured
@@ -34,7 +33,7 @@ ALIKE = 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """Measurements of a model by one process."""
+    """Measurements of a model made by one process."""
 
     chain: str
     """Path of the list of blocks; "": the model itself."""
@@ -69,7 +68,7 @@ class ModelProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledFleet:
-    """Devices and links, as the keys of the planner's file."""
+    """Devices and links, as entries of the planner's file."""
 
     devices: tuple[Mapping[str, Any], ...]
     within_host: Mapping[str, Any] = field(default_factory=dict)
@@ -82,7 +81,7 @@ class ProfiledFleet:
 
 
 def this_machine(profile: ModelProfile) -> ProfiledFleet:
-    """Returns the devices of the machine that was measured. Nothing is known of its links."""
+    """Returns the devices of this machine as a fleet; its links are not known."""
     count = profile.devices
     one = {"name": "d", "count": count, "per_host": count, "memory_nbytes": profile.memory_nbytes}
     words = f"{count} x {profile.device} of this machine; {UNKNOWN}"
@@ -90,7 +89,8 @@ def this_machine(profile: ModelProfile) -> ProfiledFleet:
 
 
 def fleet_of_job(facts: Mapping[str, Any], profile: ModelProfile) -> ProfiledFleet | None:
-    """Returns the members of a job as devices like the measured one, with their links; None if the job has no members.
+    """Returns a running job's members as a fleet of devices like the measured one, with their links; None if there are
+    no members.
 
     Args:
         facts: What `chaos-lightning status --json --all` says of the job.
@@ -127,7 +127,7 @@ def fleet_of_job(facts: Mapping[str, Any], profile: ModelProfile) -> ProfiledFle
 
 
 def _usual(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the median link, and each link that differs from it; the slower direction of each counts."""
+    """Returns the median of the links, and each link that differs from it, by the slower direction."""
     rates = [min(float(r["there_bps"]), float(r["back_bps"] or math.inf)) for r in rows]
     middle = statistics.median_low(rates)
     latency = statistics.median_low(float(r["latency_s"] or 0.0) for r in rows)
@@ -140,7 +140,7 @@ def _usual(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict
 
 
 def write(path: Path, profile: ModelProfile, fleet: ProfiledFleet) -> None:
-    """Writes the planner's file; as JSON if its name ends in .json, else as YAML."""
+    """Writes the planner's file, as JSON if its name ends in .json, else as YAML."""
     about: dict[str, Any] = {"micro_batches": profile.micro_batches, "samples": profile.samples}
     if profile.tied_nbytes:
         about["tied_nbytes"] = profile.tied_nbytes
@@ -166,7 +166,7 @@ def write(path: Path, profile: ModelProfile, fleet: ProfiledFleet) -> None:
 
 
 def _told(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that are not empty, with times in milliseconds and rates in Mbps."""
+    """Returns the non-empty fields, with times as texts in milliseconds and rates as texts in Mbps."""
     told = dict[str, Any]()
     for key, value in about.items():
         if key.endswith("_s") and value:
@@ -179,7 +179,7 @@ def _told(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def estimated_s(path: Path) -> float:
-    """Returns the estimator's seconds for a step of a file's model on one device, without `overheads`."""
+    """Returns the estimated seconds of a step of a file's model on one device, without overheads."""
     job = replace(read_job(path), overheads=Overheads())
     whole = Pipeline((PlanStage(job.devices[0].name, 0, len(job.layers)),), job.micro_batches)
     return estimate(job, PipelinePlan(len(job.layers), (whole,))).step_s

@@ -1,4 +1,4 @@
-"""Tells the bytes of optimizer state, and the seconds of an optimizer's step, before the first step.
+"""Predicts, before the first step, the bytes of an optimizer's state and the seconds of its step.
 
 Theory of operation. An optimizer makes its state in its first step. So a copy of it, with the same settings and one
 small parameter, steps once for each type and number of dimensions that parameters have. The dimensions of the small
@@ -33,10 +33,10 @@ _Shape = tuple[tuple[int, ...], int]
 
 
 class OptimizerCosts:
-    """Bytes of state and seconds per step of optimizers.
+    """Predicted bytes of state and seconds per step of optimizers, found by trying them on small parameters.
 
     Args:
-        optimizers: As the user has made them; their state is neither needed nor changed.
+        optimizers: The user's optimizers; their state is neither needed nor changed.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -63,7 +63,7 @@ class OptimizerCosts:
         return sum(itemsize * math.prod(_size(x, parameter.shape) for x in shape) for shape, itemsize in shapes)
 
     def seconds(self, parameter: Tensor) -> float:
-        """Returns the seconds of one optimizer step for a parameter on its device; 0 if that cannot be tried."""
+        """Returns the seconds of an optimizer step for one parameter on its device; 0 if that cannot be tried."""
         if parameter not in self._group_of:
             return 0.0
         optimizer, number = self._group_of[parameter]
@@ -73,9 +73,7 @@ class OptimizerCosts:
 
 
 def _size(size: int, shape: Sequence[int]) -> int:
-    """Returns the size of a state tensor's dimension for a parameter of this shape, given its size for the small
-    parameter.
-    """
+    """Returns the size of a state tensor's dimension for a real parameter, derived from the size for a small one."""
     small = _PRIMES[: len(shape)]
     if size in small:
         return shape[small.index(size)]
@@ -83,7 +81,9 @@ def _size(size: int, shape: Sequence[int]) -> int:
 
 
 def _tried(optimizer: Optimizer, number: int, like: Tensor) -> list[_Shape] | None:
-    """Returns the shapes of the state of a small parameter; None: the optimizer cannot be tried."""
+    """Returns the shapes of the state tensors that an optimizer makes for a small parameter; None if it cannot be
+    tried.
+    """
     name = type(optimizer).__name__
     try:
         tried, step = _copy(optimizer, number, like, _PRIMES[: like.dim()])
@@ -114,7 +114,9 @@ def _seconds_per_byte(optimizer: Optimizer, number: int, like: Tensor) -> float:
 def _copy(
     optimizer: Optimizer, number: int, like: Tensor, shape: Sequence[int]
 ) -> tuple[Optimizer, Callable[[], None]]:
-    """Returns a copy of an optimizer that has one parameter of this shape, and a function that steps the copy."""
+    """Returns a copy of an optimizer with a single parameter of this shape, and a function that makes a step of the
+    copy.
+    """
     if any(isinstance(x, Optimizer) for x in vars(optimizer).values()):
         raise TypeError("it holds another optimizer, which steps parameters of its own")
     parameter = nn.Parameter(torch.ones(tuple(shape), dtype=like.dtype, device=like.device))

@@ -1,4 +1,4 @@
-"""Declares the settings of strategy `chaos_pipeline` beside those of `chaos`, once each (declared.py).
+"""Declares the settings of strategy `chaos_pipeline` that `chaos` does not have, once each (declared.py).
 
 Nothing here imports torch or Lightning, so Hydra's types and docs/settings.md can be made of it.
 """
@@ -17,7 +17,7 @@ from chaos_lightning.settings import absolute_path, from_environment
 
 
 def _size(text: str) -> str:
-    """Returns an error text about a size; "" if it is right."""
+    """Returns an error text if a text is no valid size in bytes; "" if it is one."""
     try:
         return "" if not text or int(text if text.isdigit() else size_nbytes(text)) > 0 else "expected bytes above 0"
     except ValueError as error:
@@ -87,12 +87,12 @@ class PipelineOptions:
 
     @property
     def given_memory(self) -> int | str | None:
-        """Memory of the device as `device_memory` (pipeline/device_memory.py) takes it; None: not given."""
+        """Device memory as given by the user, in bytes or as text such as "8 GiB"; None if not given."""
         return (int(self.device_memory) if self.device_memory.isdigit() else self.device_memory) or None
 
     @classmethod
     def build(cls, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> PipelineOptions:
-        """Returns the settings: arguments that are not None go over the environment, which goes over the defaults.
+        """Returns the settings; arguments that are not None override the environment, which overrides the defaults.
 
         Raises:
             ConfigurationError: A setting cannot have this value; names it and what is expected.

@@ -1,4 +1,4 @@
-"""Finds which parameter and buffer belongs to which part of the training state.
+"""Divides a model's parameters and buffers into parts of the training state, by the layers that use them.
 
 Theory of operation. A tensor belongs to the layer that uses it: a block's own to that block's layer, others by when an
 operation of the user's step takes them: before the chain (layer 0), between the calls of block i and block i + 1 (layer
@@ -33,12 +33,12 @@ _FILLING = 0.01
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Parts of a model, and the layers that use each.
+    """Parts of a model, with the layers that use each part.
 
     Attributes:
         layers: Number of layers.
-        part_of: By the name of a parameter or buffer; tied ones have several names.
-        users: By part: the layers that use it. All members own the rest.
+        part_of: Part of each parameter and buffer, by name; tied ones have several names.
+        users: Layers that use each part, by part. All members own the rest.
         unused: Names of parameters that nothing uses.
     """
 
@@ -48,12 +48,12 @@ class ModelParts:
     unused: tuple[str, ...] = ()
 
     def owned_by(self, layers: Iterable[int]) -> frozenset[str]:
-        """Returns the parts that an owner of these layers owns."""
+        """Returns the parts that a member with these layers owns."""
         mine = frozenset(layers)
         return frozenset(part for part, users in self.users.items() if part == REST or mine & frozenset(users))
 
     def names(self, part: str) -> tuple[str, ...]:
-        """Returns the names of the parameters and buffers of a part, in the order of the model."""
+        """Returns the names of a part's parameters and buffers, in the order of the model."""
         return tuple(name for name, its in self.part_of.items() if its == part)
 
 
@@ -112,7 +112,7 @@ def _named(
 
 
 class _Uses(TorchDispatchMode):
-    """Mode that notes at which layer an operation takes each tensor, and which tensors are written to."""
+    """Mode that records at which layers operations use each tensor, and which tensors they write to."""
 
     supports_higher_order_operators = True
 
@@ -141,8 +141,8 @@ class _Uses(TorchDispatchMode):
 
 @contextmanager
 def _buffers_kept(chain: LayerChain) -> Iterator[set[int]]:
-    """Gives buffers memory of their own while the block runs, and their values back after it; yields the ids of buffers
-    of norms that keep statistics.
+    """Gives all buffers memory of their own while the block runs, then restores them; yields the ids of batch norms'
+    running statistics.
     """
     buffers = {id(t): t for _, _, _, t in named_tensors(chain.root) if not isinstance(t, torch.nn.Parameter)}
     before = {key: buffer.data for key, buffer in buffers.items()}
@@ -164,7 +164,7 @@ def _buffers_kept(chain: LayerChain) -> Iterator[set[int]]:
 
 @contextmanager
 def _filled(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Gives stand-ins of parameters a number for a value while the block runs, and NaN after it."""
+    """Sets parameters' stand-ins to a small number while the block runs, and back to NaN after it."""
     absent = [t for t in tensors if isinstance(t, torch.nn.Parameter) and is_absent(t) and t.is_floating_point()]
     for tensor in absent:
         set_stand_in(tensor, _FILLING)

@@ -1,4 +1,4 @@
-"""Says in a few lines how the planner would run a job, before anything is trained: whether the job fits, and which
+"""Describes in a few lines, before training, how the planner would run a job: whether it fits into memory, and which
 member runs which layers.
 """
 
@@ -28,12 +28,12 @@ _ANSWER_TIMEOUT_S = 5.0
 
 
 def preview(job: TrainingJob, answer: PipelineAnswer, *, ends: bool, memory: bool = True) -> list[str]:
-    """Returns lines for the console about a planned job: at most four, and one for each stage up to `MOST_ROWS`.
+    """Returns lines for the console about a planned job: at most four, plus one for each stage up to `MOST_ROWS`.
 
     Args:
         job: Layers and micro-batches; its devices are the members, by their ids.
         answer: The planner's, for these members.
-        ends: As for `risk`.
+        ends: Whether the job ends when the last owner of a layer is lost; else it waits.
         memory: Whether the memory of each device is known, and so told.
     """
     if answer.text is None:
@@ -48,12 +48,12 @@ def preview(job: TrainingJob, answer: PipelineAnswer, *, ends: bool, memory: boo
 
 
 def dry_run(request: PipelineRequest, config: EngineConfig) -> list[str]:
-    """Returns lines on how a job of the members at the endpoint would run, or without any, one of `min_nodes` such
-    members.
+    """Returns lines on how a job of the members at the endpoint would run; if there are none, a job of `min_nodes`
+    members like this one.
 
     Args:
-        request: Of this process; each member's device is taken to be like its own.
-        config: Names endpoint and job.
+        request: Request of this process; each member's device is taken to be like this one's.
+        config: Settings that name endpoint and job.
     """
     facts: dict[str, object] = {}
     with contextlib.suppress(ChaosError):
@@ -73,14 +73,16 @@ def dry_run(request: PipelineRequest, config: EngineConfig) -> list[str]:
 
 
 def preview_of_view(request: PipelineRequest, view: View) -> list[str]:
-    """Returns lines on what the members of a view do, with times as this member measured them, and without memory."""
+    """Returns lines on which layers the members of a view run, with times as this member measured them, without
+    memory.
+    """
     job = _on(request, [(m.id, m.host or m.address) for m in view.members])
     answer = PipelineAnswer(text=view.pipelines, reason="")
     return preview(job, answer, ends=request.ends_without_parts, memory=False)
 
 
 def _on(request: PipelineRequest, ends: Iterable[tuple[str, str]]) -> TrainingJob:
-    """Returns the job on members (id, host) with devices like this process's."""
+    """Returns the requested job on the given members (id, host), with devices like that of this process."""
     devices = [replace(request.device, name=name, host=f"machine {host}") for name, host in ends]
     return replace(request.job, devices=tuple(devices))
 
@@ -116,7 +118,7 @@ def _fit(job: TrainingJob, cost: StepEstimate) -> str:
 
 
 def _rows(job: TrainingJob, plan: PipelinePlan, cost: StepEstimate | None) -> list[str]:
-    """Returns a line for each run of layers that members own, with the memory if that is known, and one for idle
+    """Returns a line for each run of layers with its owners, with memory if it is known, and a line for idle
     members.
     """
     owners: dict[tuple[int, int], list[str]] = defaultdict(list)
@@ -136,7 +138,7 @@ def _fullest(job: TrainingJob, names: list[str], cost: StepEstimate) -> str:
 
 
 def risk(plan: PipelinePlan, *, ends: bool) -> list[str]:
-    """Returns a line about losses of members that take the last owner of a layer along; none if each layer has two
+    """Returns a line about members whose loss would take the last owner of a layer; no line if each layer has two
     owners.
 
     Args:
@@ -163,5 +165,5 @@ def _few(names: list[str] | tuple[str, ...]) -> str:
 
 
 def _name(member: str) -> str:
-    """Returns a member's name without its incarnation."""
+    """Returns a member's name without the part that marks its incarnation."""
     return member.partition("~")[0]

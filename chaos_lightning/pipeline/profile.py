@@ -1,4 +1,4 @@
-"""Measures a model while a script trains it: the layers of its chain, forward and backward, and their bytes.
+"""Measures a model while a script trains it: forward and backward times and bytes of the layers of its chain.
 
 Theory of operation. A `ModelProfiler` hears of every optimizer step in its process. At the first one it looks for the
 model of that optimizer and for its chain (`find_chain`). From then on a micro-batch begins with the first call of
@@ -44,14 +44,14 @@ BYTES, WARM, LAYERS, WHOLE = "bytes", "warm", "layers", "whole"
 
 
 class ModelProfiler:
-    """Measurement of the model that this process trains, once it is told of optimizer steps (`attach`, or `stepped`).
+    """Measurement of the model that this process trains; it begins with the optimizer steps reported to it.
 
     Args:
-        steps: How many are measured after the warm-up; half of them by layer.
+        steps: Number of steps to measure after the warm-up; half of them by layer.
         chain: Path of the chain; "": it is looked for.
         root: The model; None: it is looked for.
-        report: Called once with the profile, or with the error that ended the measurement.
-        say: Called with lines about the progress.
+        report: Function called once with the profile, or with the error that ended the measurement.
+        say: Function that gets lines about the progress.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class ModelProfiler:
 
     @property
     def done_steps(self) -> int:
-        """Number of steps of the measurement that are over, without the warm-up."""
+        """Number of measured steps that are finished, without the warm-up."""
         return max(0, self._at - WARM_UP - 1)
 
     def attach(self) -> None:
-        """Begins to hear of optimizer steps."""
+        """Registers the hook that reports optimizer steps."""
         _listen()
         _attached.append(self)
 
     def detach(self) -> None:
-        """Takes all hooks away. Idempotent."""
+        """Removes all hooks. Idempotent."""
         self._over = True
         if self in _attached:
             _attached.remove(self)
@@ -104,7 +104,7 @@ class ModelProfiler:
                 torch.autograd.backward = self._real_backward
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Notes that an optimizer has stepped in this process."""
+        """Records that an optimizer has made a step in this process."""
         if self._over:
             return
         try:
@@ -123,7 +123,7 @@ class ModelProfiler:
     # ------------------------------------------------------------------------------------------------ its parts
 
     def _meet(self, optimizer: Optimizer) -> None:
-        """Finds the model and its chain, at the end of the first step, and begins to measure them."""
+        """Finds the model and its chain at the end of the first step, and starts to measure them."""
         found = model_of(optimizer) if self.root is None else self.root
         parallel = isinstance(found, nn.parallel.DistributedDataParallel | nn.DataParallel)
         root: nn.Module = found.get_submodule("module") if parallel else found
@@ -157,7 +157,7 @@ class ModelProfiler:
         self._await()
 
     def _await(self) -> None:
-        """Lets the next call of one of the model's modules begin a micro-batch."""
+        """Arms the hook by which the next call of one of the model's modules begins a micro-batch."""
         self._awaiting = register_module_forward_pre_hook(self._begin)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -174,7 +174,7 @@ class ModelProfiler:
         self._pass = None if self._purpose == WHOLE else self._timer.begin()
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Stands in for `torch.autograd.backward`."""
+        """Replacement of `torch.autograd.backward` that records where backward passes begin and end."""
         if self._in_backward:  # checkpointing may call it from within
             self._real_backward(tensors, *args, **kwargs)
             return
@@ -192,7 +192,7 @@ class ModelProfiler:
             self._close_pass(timed, began)
 
     def _turn(self, timed: TimedPass | None, began: Any, roots: Sequence[Tensor]) -> None:
-        """Notes that the forward pass is over and the backward pass begins."""
+        """Records that the forward pass has ended and the backward pass begins."""
         if began is None:
             raise UnsupportedError(
                 f"a backward pass began without a forward pass of {type(self.root).__name__} before it; expected one "
@@ -252,7 +252,7 @@ class ModelProfiler:
     # ------------------------------------------------------------------------------------------------ its answer
 
     def profile(self) -> ModelProfile:
-        """Returns the measured profile, once all steps are over."""
+        """Returns the measured profile, once all steps are done."""
         of_number = Counter(number for number, _ in self._whole)
         micro_batches = of_number.most_common(1)[0][0]
         device, accelerator = self.clock.device, self.clock.device.type != "cpu"
@@ -305,8 +305,6 @@ def _tell(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @cache
 def _listen() -> None:
-    """Registers the hook of optimizer steps, once in a process: a hook cannot be taken away within a step. The hook
-    does not keep members from joining by replay.
-    """
+    """Registers the process-wide hook of optimizer steps, once, since it cannot be removed within a step."""
     _tell.only_looks = True  # type: ignore[attr-defined]
     register_optimizer_step_post_hook(_tell)

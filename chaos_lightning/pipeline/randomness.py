@@ -1,4 +1,5 @@
-"""Gives random numbers that depend on what is computed, not on which member computes it when (docs/protocol.md, P16).
+"""Draws random numbers that depend on what is computed, not on which member computes it or when (docs/protocol.md,
+P16).
 
 Theory of operation. Each micro-batch of a step has a stream of its own, and within it each block and each module
 outside the chain that has parameters. A stream is seeded by (seed, step, micro-batch, name) when it begins, and the
@@ -20,13 +21,13 @@ from chaos_lightning.data.generators import keyed_randomness
 
 
 def key(*names: object) -> int:
-    """Returns a 64-bit key that depends on all names."""
+    """Returns a 64-bit hash of the names, as the seed of a stream."""
     digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
 
 class Randomness:
-    """Streams of random numbers of one job.
+    """Source of a job's random numbers: one stream for each list of names, equal at all members.
 
     Args:
         seed: The job's.
@@ -40,8 +41,8 @@ class Randomness:
 
     @contextmanager
     def stream(self, *names: object) -> Iterator[None]:
-        """Draws numbers from the stream of these names while the block runs; after it, generators are as if nothing had
-        been drawn.
+        """Draws random numbers from the stream of these names while the block runs; after it, the generators are as
+        before.
         """
         seed = key(self._seed, *names)
         with keyed_randomness(seed):

@@ -1,4 +1,5 @@
-"""Builds a model without memory, and makes any of its tensors later as its constructor would have made it.
+"""Builds a model without memory, and later makes any of its tensors with the values that its constructor would have
+given it.
 
 Theory of operation. While a model is built, tensors that functions of torch create lie on the meta device, and each
 operation on them is logged. To *make* a tensor, the operations that it depends on run again, in their order, on the
@@ -37,9 +38,7 @@ _OVERWRITES = frozenset(("normal_", "uniform_", "fill_", "zero_", "_no_grad_trun
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lying:
-    """Tensor on the meta device as it lay when it was logged; its storage is kept, so that no other storage gets its
-    address.
-    """
+    """Tensor on the meta device, as it was when an operation on it was logged."""
 
     storage: Any
     dtype: torch.dtype
@@ -53,7 +52,7 @@ class _Lying:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the tensor takes all of its storage."""
+        """Whether the tensor covers its whole storage."""
         return math.prod(self.shape) * self.dtype.itemsize == int(self.storage.nbytes())
 
 
@@ -70,7 +69,7 @@ class _Operation:
 
 
 class Recording:
-    """Log of the operations by which models were built.
+    """Log of the operations that built models.
 
     Args:
         seed: The job's.
@@ -84,7 +83,7 @@ class Recording:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Creates tensors without memory while the block runs, and logs their operations."""
+        """Creates tensors on the meta device while the block runs, and logs the operations on them."""
         truncated = torch.nn.init._no_grad_trunc_normal_
 
         def logged(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -99,11 +98,11 @@ class Recording:
                 torch.nn.init._no_grad_trunc_normal_ = truncated
 
     def knows(self, tensor: Tensor) -> bool:
-        """Returns whether this tensor was created within `recorded`."""
+        """Returns whether this tensor was created while operations were logged."""
         return tensor.device.type == "meta" and tensor.untyped_storage()._cdata in self._writers
 
     def make(self, tensor: Tensor, name: str) -> Tensor:
-        """Returns a tensor that is known, with the values that the constructor gives it, on the CPU.
+        """Returns a logged tensor on the CPU, with the values that the constructor gives it.
 
         Raises:
             StateError: An operation cannot run again.
@@ -122,7 +121,7 @@ class Recording:
             return _viewed(lying, env).clone()
 
     def value(self, tensor: Tensor) -> Any:
-        """Returns the value that a constructor asks for.
+        """Returns the value of a logged tensor that the constructor asks for (`x.item()`).
 
         Raises:
             UnsupportedError: It is random.
@@ -136,7 +135,7 @@ class Recording:
         return self.make(tensor, "a value").item()
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[Any]) -> None:
-        """Logs an operation, if it makes or writes to a tensor on the meta device."""
+        """Logs an operation if it makes or writes to a tensor on the meta device."""
         args, kwargs, out, written = tree_map(_lying, (args, kwargs, out, written))
         operation = _Operation(func, args, kwargs, out, tuple(_all_lying(written)), torch.get_default_dtype())
         made = [*_all_lying(out), *operation.written]
@@ -148,7 +147,7 @@ class Recording:
             self._log.append(operation)
 
     def _needed(self, lying: _Lying) -> list[int]:
-        """Returns the numbers of the operations that make a tensor, in order."""
+        """Returns the numbers of the logged operations that a tensor's values depend on, in order."""
         found: set[int] = set()
         asked = [(lying.key, len(self._log))]
         while asked:
@@ -182,7 +181,7 @@ class Recording:
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """Mode in which functions that create tensors do so on the meta device, unless they are given data or a device."""
+    """Mode that creates tensors on the meta device, unless they are created with data or for a device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -244,14 +243,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 def _overwrites(operation: _Operation, storage: int) -> bool:
-    """Returns whether an operation writes to all of a storage and reads nothing of it."""
+    """Returns whether an operation overwrites a whole storage without reading it."""
     name = str(operation.func).split(".")[1] if hasattr(operation.func, "_schema") else operation.func.__name__
     first = operation.args[0] if operation.args else None
     return name in _OVERWRITES and isinstance(first, _Lying) and first.key == storage and first.is_whole
 
 
 def _viewed(lying: _Lying, env: dict[int, Tensor]) -> Tensor:
-    """Returns the real tensor that lies in its storage as the logged one does on the meta device."""
+    """Returns the real tensor for a logged one: with its shape and strides, in the real storage."""
     base = env[lying.key]
     if base.dtype != lying.dtype:
         base = torch.view_as_real(base) if base.is_complex() else torch.view_as_complex(base)

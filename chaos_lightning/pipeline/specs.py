@@ -1,4 +1,5 @@
-"""Describes the tensors of a border: their form, and what the modules behind it have returned.
+"""Describes the tensors that stages exchange: their structure, shapes and types, and those of results of earlier
+modules.
 
 Theory of operation. A tree of tuples, lists, dicts and plain values is taken apart into its tensors and a *form*, plain
 data from which the tree is made again: with tensors that were received, or with placeholders. A placeholder has the
@@ -34,22 +35,22 @@ _KINDS = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isin
 
 @dataclass(frozen=True, slots=True)
 class Specs:
-    """Form of a border, and in the order of the calls the name of each module before it and the form of that module's
-    result.
+    """Description of the tensors that a stage sends, and of the results of modules called before, by which the next
+    stage makes placeholders.
     """
 
     border: Form
     calls: tuple[tuple[str, Form], ...] = ()
 
     def text(self) -> str:
-        """Returns the JSON text; equal forms stand in it once."""
+        """Returns the description as JSON, in which equal forms are stored once."""
         forms: dict[str, int] = {}
         calls = [[name, forms.setdefault(json.dumps(form), len(forms))] for name, form in self.calls]
         return json.dumps({"border": self.border, "calls": calls, "forms": [json.loads(form) for form in forms]})
 
 
 def read(text: str) -> Specs:
-    """Returns the specs of a text.
+    """Returns the description from its JSON text.
 
     Raises:
         WireError: The text is none that `Specs.text` makes.
@@ -64,7 +65,7 @@ def read(text: str) -> Specs:
 
 
 def take_apart(tree: Any, what: str) -> tuple[tuple[Tensor, ...], Form]:
-    """Returns the tensors of a tree, and its form.
+    """Returns the tensors in nested tuples, lists and dicts, and the form (plain data) from which these can be rebuilt.
 
     Args:
         tree: A tensor, or tuples, lists and dicts of tensors and plain values.
@@ -79,7 +80,7 @@ def take_apart(tree: Any, what: str) -> tuple[tuple[Tensor, ...], Form]:
 
 
 def put_together(form: Form, tensors: Iterator[Tensor]) -> Any:
-    """Returns the tree of a form; its tensors are taken in order."""
+    """Rebuilds nested tuples, lists and dicts from their form and their tensors in order."""
     kind = form[0]
     if kind == "tensor":
         return next(tensors)
@@ -91,21 +92,21 @@ def put_together(form: Form, tensors: Iterator[Tensor]) -> Any:
 
 
 def tensor_forms(form: Form) -> list[Form]:
-    """Returns the forms of the tensors of a tree, in order."""
+    """Returns the forms of the tensors within a form, in order."""
     if form[0] == "tensor":
         return [form]
     return [each for inner in (form[-1] if form[0] != "plain" else ()) for each in tensor_forms(inner)]
 
 
 def placeholder(form: Form, device: torch.device) -> Tensor:
-    """Returns a tensor of this form, filled with NaN or 0."""
+    """Returns a tensor with this form's shape and type, filled with NaN, or 0 for types without NaN."""
     kind = _KINDS[form[2]]
     value = math.nan if kind.is_floating_point or kind.is_complex else 0
     return laid_out(torch.full(form[1], value, dtype=kind, device=device), form)
 
 
 def laid_out(tensor: Tensor, form: Form) -> Tensor:
-    """Returns the tensor with its elements in the order of the form."""
+    """Returns the tensor with the memory layout (order of dimensions) that the form gives."""
     order = form[4]
     if order is None or tensor.is_meta:
         return tensor
@@ -114,7 +115,7 @@ def laid_out(tensor: Tensor, form: Form) -> Tensor:
 
 
 def fits(tensor: Tensor, form: Form) -> bool:
-    """Returns whether a tensor has the shape and the type of a form."""
+    """Returns whether a tensor has the shape and type that a form gives."""
     return list(tensor.shape) == form[1] and tensor.dtype == _KINDS[form[2]]
 
 
@@ -138,8 +139,8 @@ def _form(tree: Any, tensors: list[Tensor], what: str) -> Form:
 
 
 def _order(tensor: Tensor) -> list[int] | None:
-    """Returns the dimensions from the widest stride to the least one, if the elements are dense in that order alone;
-    else None.
+    """Returns the dimensions by falling stride if the tensor is dense in that order and not contiguous, such as
+    `channels_last`; else None.
     """
     if tensor.is_contiguous():
         return None

@@ -1,5 +1,4 @@
-"""Measures the speed at which a member computes its units, relative to the one foreseen when it asked for pipelines;
-and times its steps.
+"""Measures a member's computing speed relative to its forecast when it asked for pipelines, and the times of its steps.
 
 Theory of operation. The request has a time for each layer, so it foresees a time for the units of a step, whichever
 layers they are of. The speed of a step is that time over the one that the device took. The median of the latest steps
@@ -34,11 +33,11 @@ IDLE_STEPS = 200
 
 
 class UnitSpeed:
-    """Speed of one member's units, and times of its steps (see the module).
+    """Measured speed of one member's units, and times of its steps.
 
     Args:
         foreseen: Layers with their times, and this member's device.
-        clock: Made the marks of units.
+        clock: Clock that made the marks of units.
     """
 
     def __init__(self, foreseen: TrainingJob, clock: LayerClock) -> None:
@@ -54,13 +53,13 @@ class UnitSpeed:
         self._last: tuple[Mark, Mark] | None = None  # of the last step: its first unit begins, its last one ends
 
     def follow(self, plan: PipelinePlan) -> None:
-        """Takes this plan for the one by which steps run from now on."""
+        """Starts to time steps of this plan; times of another plan are discarded."""
         if plan != self._plan:
             self._plan, self._last, self.step_time = plan, None, StepTime()
             self._times.clear()
 
     def add(self, times: Sequence[UnitTime]) -> None:
-        """Takes the units of a step that has run; waits until the device has passed them."""
+        """Adds the times of a finished step's units; waits until the device has finished them."""
         took_s = sum(self._clock.seconds(t.began, t.ended) for t in times)
         if took_s > 0.0:
             self._idle = 0

@@ -1,4 +1,4 @@
-"""Runs one member's part of a training step in a pipeline: an attempt at it runs its units, and reduces their sums.
+"""Runs one member's part of a training step in a pipeline: its units, and the all-reduce of their gradient sums.
 
 Theory of operation. `open` begins an attempt: borders of other members are let in, an accumulation by parts begins, and
 memory is laid out for the parts that the member owns under the attempt's view. `run` has the executor run the units.
@@ -45,14 +45,14 @@ from chaos_lightning.settings import EngineConfig
 
 @dataclass(frozen=True)
 class StepContribution:
-    """Results of an attempt at this member, once all parts that it owns are reduced here.
+    """Results of an attempt at this member, once the gradients of all parts that it owns are reduced.
 
     Attributes:
         weight: Sum of the weights of micro-batches whose last layers ran here.
-        presence: Bit of each parameter that has a gradient here.
+        presence: Bits that say which parameters have a gradient here.
         coverage: Micro-batches in this member's own sums, by layers.
-        micro_batches: Those of the step that have samples.
-        norms: Of the reduced sums of the parts that this member owns.
+        micro_batches: Micro-batches of the step that have samples.
+        norms: Norms of the reduced gradient sums of the parts that this member owns.
         sums: Losses, results and times of the units.
     """
 
@@ -65,7 +65,7 @@ class StepContribution:
 
 
 class _Readiness:
-    """Listener that tells an accumulation which parts are done with backward passes, given the layers that are.
+    """Listener that reports to the accumulation which parts have finished their backward passes.
 
     A part that several layers use is done when all of them are that run here; one that none of them uses, at once.
     """
@@ -76,7 +76,7 @@ class _Readiness:
         self._running: dict[str, set[int]] = {}
 
     def begin(self, units: Sequence[StepUnit]) -> None:
-        """Takes the units of the attempt that was opened, and closes the parts that none of them uses."""
+        """Starts with the units of an opened attempt; parts that none of them uses are reported at once."""
         here = {layer for u in units if u.kind == BACKWARD for layer in range(u.first, u.end)}
         left = {part: here.intersection(users) for part, users in self._parts.users.items()}
         self._closing = {part: set(layers) for part, layers in left.items() if layers}
@@ -92,7 +92,7 @@ class _Readiness:
 
 
 def _used_up(left: dict[str, set[int]], layers: Collection[int]) -> list[str]:
-    """Takes these layers off the parts that wait for them; returns the parts that have none left, and forgets them."""
+    """Removes finished layers from the parts that wait for them; returns the parts that wait for none any more."""
     found = []
     for part in [part for part, its in left.items() if not its.isdisjoint(layers)]:
         left[part].difference_update(layers)
@@ -103,18 +103,19 @@ def _used_up(left: dict[str, set[int]], layers: Collection[int]) -> list[str]:
 
 
 class PipelineStep:
-    """Runner of one member's units of each step, which also reduces their sums. One object serves for the life of a
-    member; its methods belong to the training thread unless said otherwise.
+    """Runner of one member's units of each step, which also reduces their gradient sums; one object serves the training
+    thread for the member's whole life.
 
     Args:
         root: The model.
-        layers: Its layers.
-        exchange: Border tensors over links.
-        accumulation: Of a layout of the whole model by these parts; its reducer is opened for an attempt before `open`.
+        layers: The model's layers.
+        exchange: Exchange of border tensors over links.
+        accumulation: Accumulation over a layout of the whole model by these parts; its reducer is opened for an attempt
+            before `open`.
         parts: Parts of the model.
-        around: Entered around each forward pass (autocast).
-        device: Where the layers are.
-        timeout_s: How long a reduction is waited for; a recovery ends the wait before, as a rule.
+        around: Function that returns a context for each forward pass (autocast).
+        device: Device that the layers are on.
+        timeout_s: Seconds to wait for a reduction; as a rule a recovery ends the wait before.
     """
 
     def __init__(
@@ -146,20 +147,20 @@ class PipelineStep:
         """View whose attempts, and those of older views, are over."""
 
     def foresee(self, job: TrainingJob) -> None:
-        """Measures from now on this member's speed, relative to the layer times that it has told the scheduler."""
+        """Starts to measure this member's speed relative to the layer times that it has sent to the scheduler."""
         self._speed = UnitSpeed(job, self.executor.clock)
 
     # ------------------------------------------------------------------ an attempt
 
     def remember_base(self) -> None:
-        """Remembers the model as the last header's; called before the first attempt of a step, and when parts were
+        """Saves the model's state as of the last header, before the first attempt of a step and after parts were
         pulled.
         """
         self.executor.remember_base()
         self._accumulation.settle()
 
     def open(self, attempt: SlotAttempt, view: ViewPipelines, member: str, empty: Collection[int] = ()) -> None:
-        """Begins an attempt; the model is as the last header has committed it.
+        """Begins an attempt at a slot, from the model's state as of the last committed header.
 
         Args:
             attempt: The slot, and the view in which it is tried.
@@ -182,7 +183,7 @@ class PipelineStep:
         self._readiness.begin(self._units)
 
     def run(self, step: int, batch: Callable[[int], Any], weight: Callable[[int], float]) -> StepContribution:
-        """Runs the attempt's units, and waits until all parts that this member owns are reduced.
+        """Runs the attempt's units, and waits until the gradients of all parts that this member owns are reduced.
 
         Args:
             step: Number of the optimizer step.
@@ -217,7 +218,7 @@ class PipelineStep:
         batch: Callable[[int], Any],
         call: Callable[[Any], Any],
     ) -> StepSums:
-        """Runs an attempt at a round of evaluation (P17): forward passes alone, of which nothing is kept or reduced.
+        """Runs an attempt at a round of evaluation (P17): forward passes only, without gradients or sums.
 
         Args:
             attempt: The slot, and the view in which it is tried.
@@ -237,17 +238,19 @@ class PipelineStep:
         return self.executor.run(StepWork(attempt, -attempt.seq, units, batch, lambda _: 0.0, call))
 
     def drop(self) -> None:
-        """Undoes all that the attempt has done at this member: buffers are as they were, and gradients are gone."""
+        """Undoes everything that the attempt has done at this member: restores buffers, and removes gradients."""
         self.executor.drop()
 
     def commit(self, header: Header) -> None:
-        """Puts the averages of a committed step into `.grad` and into the buffers that are reduced."""
+        """Writes the averages of a committed step into `.grad` and into the buffers that are averaged."""
         passes = count(self._micro_batches)
         totals = {part: float(passes * len(users)) for part, users in self._parts.users.items()}
         self._accumulation.apply(header, totals)
 
     def _shares(self, covered: Sequence[LayersCovered]) -> dict[str, float]:
-        """Returns by part the number of passes of micro-batches through its layers that its buffers have seen here."""
+        """Returns the weight of this member's buffers in their average, by part: the number of layer passes of
+        micro-batches that it ran.
+        """
         passes = {layer: count(row.micro_batches) for row in covered for layer in range(row.first, row.end)}
         return {part: float(sum(passes.get(u, 0) for u in users)) for part, users in self._parts.users.items()}
 
@@ -270,21 +273,21 @@ class PipelineStep:
 
     @property
     def speed(self) -> float:
-        """Speed at which this member computes its units, relative to the foreseen one; 0: not known."""
+        """Speed of this member's units relative to its forecast; 0 if not known."""
         return 0.0 if self._speed is None else self._speed.told
 
     def step_time(self, view: ViewId) -> StepTime:
-        """Returns the medians of the latest steps by the plan of this view."""
+        """Returns the median times of the latest steps by a view's plan."""
         return self._speed.step_time if self._speed is not None and view == self._attempt.view else StepTime()
 
     def reduced(self, view: ViewId, seq: int) -> None:
-        """Notes that all parts that this member owns are reduced; the reducer's `on_done`."""
+        """Records that the gradients of all parts that this member owns are reduced; called by the reducer."""
         with self._changed:
             self._reduced = SlotAttempt(view, seq)
             self._changed.notify_all()
 
     def end(self, view: ViewId) -> None:
-        """Ends attempts of this and older views, because a recovery has begun, or this member is out.
+        """Ends the attempts of this view and of older ones, because a recovery has begun or this member was removed.
 
         The reducer and links were told before.
         """
@@ -294,7 +297,7 @@ class PipelineStep:
             self._changed.notify_all()
 
     def restart(self) -> None:
-        """Forgets all attempts: this member joins again, and views of another chain may be older."""
+        """Forgets all attempts before this member joins again, since views of another chain may have lower numbers."""
         self.borders.restart()
         with self._changed:
             self._over, self._reduced = NO_VIEW, SlotAttempt(NO_VIEW, -1)

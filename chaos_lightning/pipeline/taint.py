@@ -1,4 +1,4 @@
-"""Finds which tensors depend on placeholders: a mode in which each operation hands the names of its inputs on to its
+"""Finds which tensors depend on placeholders, by a mode that passes names from the inputs of each operation to its
 outputs.
 
 Theory of operation. Modes of torch see every operation with its tensors. A tensor that was made from a placeholder, by
@@ -33,11 +33,11 @@ _OURS = ("/torch/", "/chaos_lightning/pipeline/", "/lightning/")
 
 
 class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that puts names on tensors that depend on placeholders.
+    """Mode that tracks which placeholders each tensor depends on, by names.
 
     Args:
-        deep: It follows operations within modules that are real, too. They may then be other operations, with other
-            bits, than without a mode: modules are not compiled, and some are not taken apart.
+        deep: Whether operations within modules that really run are followed, too. These may then run as other
+            operations, with other bits: modules are not compiled, and some are not taken apart.
     """
 
     supports_higher_order_operators = True
@@ -51,21 +51,21 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
 
     def mark(self, tree: Any, names: frozenset[str]) -> None:
-        """Puts names on all tensors of a tree."""
+        """Adds names to all tensors in a nested structure."""
         for tensor in _tensors(tree) if names else ():
             storage = tensor.untyped_storage()
             before = self._named.get(storage._cdata, (frozenset(), None))[0]
             self._named[storage._cdata] = (before | names, storage)
 
     def names(self, tree: Any) -> frozenset[str]:
-        """Returns the names of all placeholders that tensors of a tree depend on."""
+        """Returns the names of all placeholders that the tensors in a nested structure depend on."""
         if not self._named:
             return frozenset()
         found = (self._named.get(t.untyped_storage()._cdata, (frozenset[str](), None))[0] for t in _tensors(tree))
         return frozenset().union(*found)
 
     def through(self, given: Any, real: Callable[[], Any]) -> Any:
-        """Returns the result of a real module, which gets the names of the module's inputs."""
+        """Runs a module for real, and puts the names of its inputs on its result."""
         names = self.names(given)
         aside = not self._deep and _get_current_dispatch_mode() is self
         with _pop_mode_temporarily() if aside else nullcontext():
@@ -90,28 +90,30 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _masked(self, args: tuple[Any, ...]) -> bool:
-        """Returns whether an index by a mask needs the mask's values for the shape of its result."""
+        """Returns whether an indexing operation has a mask that depends on placeholders, so that the result's shape
+        would, too.
+        """
         return any(t.dtype in (torch.bool, torch.uint8) and self.names(t) for t in _tensors(args[1:]))
 
 
 def takes_shape_only(func: Any) -> bool:
-    """Returns whether an operation takes no values of its inputs."""
+    """Returns whether an operation uses only the shapes of its inputs, not their values."""
     return bool(_SHAPE_ONLY.fullmatch(_operation(func)))
 
 
 def _operation(func: Any) -> str:
-    """Returns the name of an operation without its overload; higher-order operators are no operations."""
+    """Returns the name of an operation without its overload; "" for higher-order operators."""
     return str(func).split(".")[1] if isinstance(func, torch._ops.OpOverload) else ""
 
 
 def listed(names: frozenset[str]) -> str:
-    """Returns the names in order, as text for a sentence."""
+    """Returns the names sorted, as text for an error."""
     ordered = sorted(names)
     return ", ".join(ordered[:6]) + (f" and {len(ordered) - 6} more" if len(ordered) > 6 else "")
 
 
 def has_nan(tree: Any) -> bool:
-    """Returns whether a tensor of a tree holds NaN; a sum that is a number tells at once that the tensor does not."""
+    """Returns whether any tensor in a nested structure contains NaN; a cheap sum is tried first."""
     floats = [t.detach() for t in _tensors(tree) if (t.is_floating_point() or t.is_complex()) and not t.is_meta]
     return any(bool(t.sum().isnan()) and bool(t.isnan().any()) for t in floats)
 
@@ -122,7 +124,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _place() -> str:
-    """Returns the place in the user's program that runs this operation, as text for an error; "" if there is none."""
+    """Returns the file and line of the user's program that runs this operation, for an error; "" if there is none."""
     for frame in reversed(traceback.extract_stack()):
         if not any(part in frame.filename for part in _OURS) and "<" not in frame.filename:
             return f' ({frame.filename.rpartition("/")[2]}, line {frame.lineno}: "{frame.line}")'

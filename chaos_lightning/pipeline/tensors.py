@@ -1,5 +1,5 @@
-"""Writes border tensors into frames and reads them: activations that one stage of a pipeline sends to the next one, and
-the gradients that go back.
+"""Serializes the tensors that pipeline stages exchange (activations, and gradients on the way back) into frames, and
+reads them.
 
 Theory of operation. A border is a few tensors and a text (its specs). It is written as a head, a table with the type
 and the shape of each tensor, the text, and the tensors' bytes, each tensor at a multiple of 64 bytes. If that fits
@@ -45,7 +45,7 @@ _NO_TENSOR = 0
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Tensors that pass between two stages.
+    """Tensors that one stage sends to another for a micro-batch.
 
     Attributes:
         tensors: Activations, or gradients; None stands for no gradient.
@@ -68,10 +68,10 @@ def _aligned(nbytes: int) -> int:
 
 
 def write(border: Border, most_nbytes: int = MAX_PAYLOAD_NBYTES) -> list[list[memoryview]]:
-    """Returns the payloads of a border's frames, each as pieces in order.
+    """Returns the payloads of the frames for border tensors, each as a list of memory pieces.
 
     Args:
-        border: Its tensors lie anywhere; those of a device are copied to the machine's memory.
+        border: Border tensors, on any device; those of an accelerator are copied to the machine's memory.
         most_nbytes: Bytes that one frame may have.
 
     Raises:
@@ -114,7 +114,7 @@ def _bytes_of(tensor: Tensor) -> list[memoryview]:
 
 
 def _cut(pieces: Sequence[memoryview], most_nbytes: int) -> list[list[memoryview]]:
-    """Returns the pieces in groups of at most `most_nbytes` bytes."""
+    """Returns the memory pieces divided into groups of at most `most_nbytes` bytes."""
     groups: list[list[memoryview]] = [[]]
     room = most_nbytes
     for piece in pieces:
@@ -132,7 +132,7 @@ def _cut(pieces: Sequence[memoryview], most_nbytes: int) -> list[list[memoryview
 
 
 class BorderReader:
-    """Reader of one border from its frames.
+    """Reader that assembles border tensors from frames.
 
     Args:
         limit_nbytes: Bytes that the border may have.
@@ -149,7 +149,7 @@ class BorderReader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this reader holds."""
+        """Bytes of memory that this reader has allocated."""
         return sum(m.nbytes for m in (self._first, self._memory) if m is not None)
 
     @property
@@ -157,7 +157,7 @@ class BorderReader:
         return self._memory is not None and self._got == self._memory.nbytes
 
     def room(self, nbytes: int) -> memoryview:
-        """Returns memory for the payload of the next frame.
+        """Returns the memory to receive the next frame's payload in.
 
         Raises:
             WireError: The frame is larger than what is still to come.
@@ -173,7 +173,7 @@ class BorderReader:
         return self._memory[self._got : self._got + nbytes].data
 
     def filled(self, nbytes: int) -> None:
-        """Notes that the memory that `room` returned last is filled.
+        """Records that the memory returned last by `room` is filled.
 
         Raises:
             WireError: The first frame announces no border, or one beyond the limits.
@@ -194,7 +194,7 @@ class BorderReader:
         self._first = None
 
     def border(self) -> Border:
-        """Returns the border, once it is complete."""
+        """Returns the border tensors once they are complete."""
         assert self._memory is not None
         tensors: list[Tensor | None] = []
         at = 0
@@ -211,7 +211,7 @@ class BorderReader:
         return Border(tuple(tensors), self._specs)
 
     def _read_head(self, memory: np.ndarray) -> tuple[int, int]:
-        """Reads the head; returns the bytes of the head with table and specs, and of the tensors."""
+        """Parses the head; returns the bytes of head, table and specs together, and the bytes of the tensors."""
         data = memory.data
         if data.nbytes < _HEAD.size:
             raise WireError(f"a border tensor begins with {data.nbytes} bytes; expected at least {_HEAD.size}")

@@ -1,5 +1,5 @@
-"""Encodes the values that pipeline members send beside a step's gradients, and computes what follows from those of all
-(protocol.md P11).
+"""Encodes the values that pipeline members send beside a step's gradients, and computes the step's outcome from those
+of all (protocol.md P11).
 
 Theory of operation. A member says the squared norm of each part whose oldest owner it is, the losses of micro-batches
 whose last layers it ran, and for each of these bytes that its strategy gives (logged values). This is the payload of
@@ -41,13 +41,14 @@ _NORM, _LOSS, _EXTRA = struct.Struct("<IdB"), struct.Struct("<Idd"), struct.Stru
 
 @dataclass(frozen=True)
 class ToldStep:
-    """Values that one member sends beside its gradients.
+    """Values that one member sends beside its gradients: norms, losses, bytes of the strategy, number of samples.
 
     Attributes:
-        norms: By number of a part whose oldest owner it is: of the reduced sum of its gradients.
-        losses: By micro-batch whose last layers it ran: the loss and its weight; none where the step gave no loss.
-        extra: By micro-batch: bytes that the strategy gives.
-        samples: Number of samples in micro-batches whose first layers it ran.
+        norms: Norm of the reduced gradient sum of each part whose oldest owner the member is, by the part's number.
+        losses: Loss and weight of each micro-batch whose last layers the member ran; absent where the step gave no
+            loss.
+        extra: Bytes that the strategy gives, by micro-batch.
+        samples: Number of samples in micro-batches whose first layers the member ran.
     """
 
     norms: Mapping[int, PartNorm] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class ToldStep:
     samples: int = 0
 
     def encode(self) -> bytes:
-        """Returns the payload; empty if there are no values."""
+        """Returns the values as bytes; no bytes if there are none."""
         if not (self.norms or self.losses or self.extra or self.samples):
             return b""
         extra = sorted(self.extra.items())
@@ -72,7 +73,7 @@ class ToldStep:
 
     @staticmethod
     def decode(data: bytes) -> ToldStep:
-        """Reads a payload that `encode` wrote.
+        """Reads the bytes that `encode` wrote.
 
         Raises:
             WireError: Somebody else wrote it; says what is wrong.
@@ -116,7 +117,7 @@ def _check_numbers(numbers: Iterable[int], most: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Facts about a committed step that all members know, equal to the last bit.
+    """Outcome of a committed step (norm, loss, samples), equal at all members to the last bit.
 
     Attributes:
         squared_norm: Square of the norm of the averaged gradients of the whole model.
@@ -141,7 +142,7 @@ class StepOutcome:
 
 
 def agreed(header: Header, view: View) -> StepOutcome:
-    """Returns the outcome of a committed step, from the payloads of all members.
+    """Returns the outcome of a committed step, computed from the values that all members have sent.
 
     Args:
         header: The step's.
@@ -202,12 +203,12 @@ def _mean(losses: Iterable[tuple[float, float]]) -> float:
 
 
 def clip_coefficient(outcome: StepOutcome, max_norm: float, norm_type: float = 2.0) -> float:
-    """Returns the factor with which `torch.nn.utils.clip_grad_norm_` multiplies gradients: 1.0 at most.
+    """Returns the factor, at most 1.0, by which `torch.nn.utils.clip_grad_norm_` would multiply gradients.
 
     Of a norm that is NaN it is NaN, and of an infinite one 0.0, as there.
 
     Args:
-        outcome: Of the step.
+        outcome: Outcome of the step.
         max_norm: Bound of the norm.
         norm_type: 2.0.
 
@@ -225,7 +226,7 @@ def clip_coefficient(outcome: StepOutcome, max_norm: float, norm_type: float = 2
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], coefficient: float) -> None:
-    """Multiplies `.grad` of those parameters that have one here."""
+    """Multiplies the gradients of those parameters that have one at this member."""
     if coefficient == 1.0:
         return
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Puts back what the user's step has changed in Python: states of metrics, counters, lists.
+"""Undoes what a user's step has changed in Python objects, such as states of metrics, counters and lists.
 
 Theory of operation. A step that runs again begins with what was there before it, and a step that is only looked at
 leaves no trace. `Undo` keeps the attributes of the model's modules, and of modules in its lists and dicts. A value that
@@ -44,13 +44,13 @@ _Batch = list[tuple[Tensor, Tensor]]
 
 @dataclass(slots=True)
 class _Saved:
-    """Value that can change in place, and a copy of what was in it.
+    """Mutable value of an attribute, with a copy of its content.
 
     Attributes:
         value: The object itself.
         copy: Values of a tensor or an array; items of a container.
         version: Count of writes to a tensor.
-        inner: By index or key: items that can change in place.
+        inner: Items that can change in place, by index or key.
     """
 
     value: Any
@@ -59,11 +59,11 @@ class _Saved:
     inner: dict[Any, _Saved] = field(default_factory=dict)
 
     def renewed(self, value: Any, batch: _Batch) -> bool:
-        """Takes a tensor in place of the one that was saved; returns whether that was possible.
+        """Saves a new tensor in place of the earlier one, if they match; returns whether that was possible.
 
         Args:
-            value: Of the same type, shape and device.
-            batch: Takes the copy, whose values are still to be filled in, unless they are there.
+            value: Value that may take the place of the saved one, if type, shape and device are the same.
+            batch: List that gets the copy, unless its values are there already; they are filled in later.
         """
         copy, last = self.copy, self.value
         if type(value) is not Tensor or type(copy) is not Tensor:
@@ -96,10 +96,10 @@ class _Saved:
 
 
 def _save(value: Any, last: _Saved | None, depth: int = 0) -> _Saved | None:
-    """Returns the value with a copy; None: it cannot change in place, or is not looked at.
+    """Returns a mutable value with a copy of its content; None if it cannot change in place or is left out.
 
     Args:
-        value: Of an attribute or an item.
+        value: Value of an attribute or an item.
         last: What was returned for it before.
         depth: Number of containers around it.
     """
@@ -130,7 +130,7 @@ def _holds_modules(value: Any) -> bool:
 
 
 class _Attributes:
-    """Attributes of one object, as they were when they were remembered."""
+    """Saved attributes of one object."""
 
     def __init__(self, owner: object) -> None:
         self._owner = owner
@@ -140,10 +140,10 @@ class _Attributes:
         self._modules: dict[str, Any] = {}
 
     def remember(self, batch: _Batch) -> bool:
-        """Keeps the attributes as they are; returns whether the object may hold other modules than before.
+        """Saves the object's attributes; returns whether it may contain other modules than at the last call.
 
         Args:
-            batch: Takes copies whose values are still to be filled in.
+            batch: List that gets copies whose values are filled in later.
         """
         now, before, names, moved = vars(self._owner), self._before, [*vars(self._owner)], False
         if names == self._names:
@@ -184,7 +184,7 @@ class _Attributes:
 
 
 class Undo:
-    """Copies of the attributes that a step may change in Python, kept to put them back. See the module.
+    """Copies of the attributes that a user's step may change, by which they are restored.
 
     Args:
         module: The user's model.
@@ -197,7 +197,7 @@ class Undo:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Keeps all attributes as they are now."""
+        """Saves all attributes as they are now."""
         batch: _Batch = []
         moved = [attributes.remember(batch) for attributes in self._kept.values()]
         if not moved or any(moved):
@@ -208,12 +208,12 @@ class Undo:
             torch._foreach_copy_([copy for copy, _ in batch], [value for _, value in batch])
 
     def restore(self) -> None:
-        """Puts back the attributes as they were when `remember` was called."""
+        """Restores the attributes that `remember` saved last."""
         for attributes in self._kept.values():
             attributes.restore()
 
     def _owners(self) -> Iterator[object]:
-        """Yields the objects whose attributes are kept: those given, and modules within them."""
+        """Yields the objects whose attributes are saved: the given ones and the modules within them."""
         seen, todo = set[int](), list[Any](self._roots)
         while todo:
             value = todo.pop()
@@ -233,7 +233,7 @@ class Undo:
 
 @contextmanager
 def undone(module: nn.Module, *others: object) -> Iterator[Callable[[], None]]:
-    """Lets the user's step run while the block runs; afterwards the model is as if it had not run.
+    """Lets the user's step run while the block runs, and undoes its changes to the model afterwards.
 
     Attributes, buffers, gradients and random numbers are as before then; within it there are no gradients at first.
 

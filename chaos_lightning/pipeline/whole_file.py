@@ -1,4 +1,5 @@
-"""Writes a checkpoint of the whole model by a member that has some of its parts; other members hold the rest.
+"""Writes a checkpoint of the whole model at a member that has only some parts of it; the others come from other
+members.
 
 Theory of operation. The file is what `torch.save` writes where the whole model is in one process. torch lays it out
 without the bytes of tensors (`torch.serialization.skip_data`), and tensors that are absent here stand in it as fake
@@ -51,23 +52,23 @@ end.
 
 
 class PartSource(Protocol):
-    """Source of the parts that other members hold (member/part_moves.py)."""
+    """Interface to the parts that other members hold (member/part_moves.py)."""
 
     def manifest(self, part: str) -> Mapping[str, Any]:
-        """Returns the description of a part without its tensors: `PartState.manifest` of an owner."""
+        """Returns the description of a part, without its tensors, from an owner."""
 
     def tensors(self, part: str) -> Iterable[tuple[str, Tensor]]:
-        """Yields the tensors of a part, by the names of `PartState.tensors`."""
+        """Yields (name, tensor) for the tensors of a part, with names as in `PartState.tensors`."""
 
 
 @dataclass(frozen=True)
 class PartialModel:
-    """Model of which some parts are here.
+    """Model of which this member has only some parts.
 
     Attributes:
         root: The model, with stand-ins for what is absent.
-        parts: Its parts.
-        optimizers: Of the whole model.
+        parts: The model's parts.
+        optimizers: Optimizers of the whole model.
     """
 
     root: nn.Module
@@ -75,11 +76,11 @@ class PartialModel:
     optimizers: Sequence[Optimizer] = ()
 
     def absent(self) -> dict[int, tuple[str, Tensor]]:
-        """Returns the stand-ins, with names as in `PartState.tensors`, by the storage that they lie in."""
+        """Returns the stand-ins of absent tensors with their names, by the id of the memory that they use."""
         return {storage_of(t): (name, t) for name, t in module_tensors(self.root) if is_absent(t)}
 
     def lacking(self) -> list[str]:
-        """Returns the parts of which some tensor is absent, in the order of parts."""
+        """Returns the parts with absent tensors, in the order of parts."""
         names = {_plain(name) for name, _ in self.absent().values()}
         if unknown := sorted(names.difference(self.parts.part_of)):
             raise StateError(f"{unknown[0]!r} is absent here and of no part; was it added to the model later?")
@@ -88,7 +89,7 @@ class PartialModel:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Returns a number for the memory that a tensor lies in; 0 if the tensor has none of its own."""
+    """Returns an id of the memory that a tensor uses; 0 for tensors without memory of their own."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return int(tensor.untyped_storage()._cdata)
@@ -101,7 +102,8 @@ def write_whole(path: Path, checkpoint: Mapping[str, Any], model: PartialModel, 
 
     Args:
         path: The file, which is flushed to the disk; to be moved to its place by the caller.
-        checkpoint: As this member has made it. Optimizers' states are added to its "optimizer_states".
+        checkpoint: Checkpoint as this member has made it; states of other members' parameters are added to its
+            "optimizer_states".
         model: This member's part of the model.
         source: Gives the other parts.
 
@@ -113,7 +115,7 @@ def write_whole(path: Path, checkpoint: Mapping[str, Any], model: PartialModel, 
 
 
 class WholeFile:
-    """Layout of a checkpoint's file.
+    """Layout of a checkpoint file, and its writer.
 
     Args:
         checkpoint: See `write_whole`.
@@ -148,7 +150,7 @@ class WholeFile:
         return self._fakes[name]
 
     def _whole_states(self, given: Sequence[Any]) -> list[Any]:
-        """Returns optimizer states with those of absent parameters added."""
+        """Returns optimizer states completed with those of absent parameters."""
         optimizers = self._model.optimizers
         manifests = {part: self._source.manifest(part)["optimizers"] for part in self._model.lacking()}
         for part, theirs in manifests.items():
@@ -162,7 +164,7 @@ class WholeFile:
     def _whole_state(
         self, number: int, optimizer: Optimizer, given: Any, described: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Returns one optimizer's state of all parameters, by their numbers, as torch has it."""
+        """Returns one optimizer's state for all parameters, keyed by parameter number as in torch."""
         whole = dict(_kept(given, optimizer))
         names = {id(p): name for name, p in self._model.root.named_parameters()}
         places: dict[str, tuple[int, Tensor]] = {}
@@ -186,7 +188,7 @@ class WholeFile:
         return make
 
     def _for_absent(self, tensor: Tensor) -> Tensor | None:
-        """Returns the fake tensor that is written for an absent tensor; None: the tensor is here."""
+        """Returns the fake tensor to be written in place of an absent one; None if the tensor is here."""
         found = self._absent.get(storage_of(tensor))
         if found is None:
             return None
@@ -199,14 +201,12 @@ class WholeFile:
         return self._fake(name, stands_in.dtype, stands_in.shape, stands_in.device, part)
 
     def _lay_out(self, whole: dict[str, Any]) -> tuple[_Skeleton, dict[str, UntypedStorage]]:
-        """Lets torch lay out the file; returns the bytes that belong to no tensor, and the storages by the names of
-        their records.
-        """
+        """Lets torch lay out the file without tensor bytes; returns the remaining bytes, and the storages by name."""
         storages: dict[str, UntypedStorage] = {}
         skeleton, for_absent = _Skeleton(), self._for_absent
 
         class Pickler(pickle.Pickler):
-            """Pickler from which torch derives its own."""
+            """Pickler from which torch derives its own; it notes storages and replaces absent tensors by fake ones."""
 
             def __init_subclass__(cls) -> None:
                 theirs = cls.persistent_id
@@ -230,7 +230,7 @@ class WholeFile:
     # ------------------------------------------------------------------ the file
 
     def write(self, path: Path) -> None:
-        """Writes the file; see `write_whole`."""
+        """Writes the checkpoint file; see `write_whole`."""
         places = dict(zip(self._storages, self._skeleton.gaps, strict=True))
         fakes = {storage_of(t): name for name, t in self._fakes.items()}
         awaited = {fakes[s._cdata]: key for key, s in self._storages.items() if s._cdata in fakes}
@@ -258,8 +258,8 @@ class WholeFile:
     def _write_part(
         self, fd: int, part: str, awaited: dict[str, str], places: Mapping[str, tuple[int, int]]
     ) -> list[tuple[str, int]]:
-        """Writes the awaited tensors of a part; returns the checksums of their records. Nothing of the part stays in
-        memory.
+        """Writes a part's tensors, received from another member, into the file; returns the checksums of their
+        records.
         """
         sums = []
         for name, tensor in self._source.tensors(part):
@@ -279,7 +279,7 @@ class WholeFile:
 
 
 def _kept(state: Any, optimizer: Optimizer) -> Mapping[Any, Any]:
-    """Returns the entries of an optimizer's state, by the numbers of parameters."""
+    """Returns an optimizer's state entries, keyed by parameter number."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         raise StateError(
             f"{type(optimizer).__qualname__}.state_dict() has a form of its own, which members with parts of the model "
@@ -289,7 +289,7 @@ def _kept(state: Any, optimizer: Optimizer) -> Mapping[Any, Any]:
 
 
 class _Skeleton:
-    """File object that takes a file from torch: the pieces that are written, and the gaps that are left for tensors."""
+    """File object that records what torch writes, and the gaps that it leaves for the bytes of tensors."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[int, bytes]] = []
@@ -313,7 +313,7 @@ class _Skeleton:
 
 
 def _check_room(fd: int, path: Path, nbytes: int) -> None:
-    """Raises OSError if the disk has no room for the file, before other members send parts of it in vain."""
+    """Raises OSError if the disk has no room for the file, before other members send their parts."""
     disk = os.fstatvfs(fd)
     if disk.f_bavail * disk.f_frsize < nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
@@ -326,7 +326,7 @@ def _put(fd: int, data: memoryview, at: int) -> None:
 
 
 def _copy(fd: int, name: str, tensor: Tensor, place: tuple[int, int]) -> int:
-    """Writes a tensor's bytes to its place; returns their checksum."""
+    """Writes a tensor's bytes into its gap in the file; returns their checksum."""
     start, stop = place
     synchronize((tensor,))
     source = region(name, tensor)
@@ -341,7 +341,7 @@ def _copy(fd: int, name: str, tensor: Tensor, place: tuple[int, int]) -> int:
 
 
 def _put_sums(fd: int, path: Path, sums: Mapping[str, tuple[tuple[int, int], int]]) -> None:
-    """Writes the checksums of records: behind their bytes, and into the archive's directory."""
+    """Writes the records' checksums into the zip archive: after their bytes, and in its directory."""
     for (_, stop), crc in sums.values():
         assert os.pread(fd, 4, stop) == _DESCRIPTOR, "torch writes a descriptor behind each record"
         os.pwrite(fd, struct.pack("<I", crc), stop + 4)
@@ -375,7 +375,7 @@ _SHAPE_ONLY = frozenset(
 
 
 class AbsentTensor(Tensor):
-    """Stand-in in a state dict for a tensor at other members: its shape can be asked for, its values cannot."""
+    """Stand-in in a state dict for a tensor that other members hold: has a shape, but refuses access to its values."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.dtype}{list(self.shape)} at other members>"
@@ -391,10 +391,10 @@ class AbsentTensor(Tensor):
 
 
 class _NoValues(TorchFunctionMode):
-    """Mode in which nothing uses the values of absent tensors.
+    """Mode that refuses any use of the values of absent tensors.
 
     Args:
-        absent: From `PartialModel.absent`.
+        absent: Absent tensors, from `PartialModel.absent`.
     """
 
     def __init__(self, absent: Mapping[int, tuple[str, Tensor]]) -> None:
@@ -412,7 +412,7 @@ class _NoValues(TorchFunctionMode):
 
 
 def _gives_itself(func: Any, args: Sequence[Any]) -> bool:
-    """Returns whether a function returns for an absent tensor one that is as absent, in the same memory."""
+    """Returns whether a function gives back an absent tensor itself (`detach`, or `cpu` on a CPU)."""
     return func is Tensor.detach or (func is Tensor.cpu and args[0].device.type == "cpu")
 
 
@@ -421,12 +421,12 @@ def _name(func: Any) -> str:
 
 
 def _plain(name: str) -> str:
-    """Returns the name that a tensor has in the model."""
+    """Returns the name of a tensor in the model, from its name in a part state."""
     return name.partition(".")[2]
 
 
 def partial_state_dict(root: nn.Module) -> dict[str, Any]:
-    """Returns the state dict of a model; an `AbsentTensor` stands for each tensor that is absent.
+    """Returns the state dict of a model, with an `AbsentTensor` for each absent tensor.
 
     Raises:
         StateError: The model's own `state_dict` uses values that are not here.

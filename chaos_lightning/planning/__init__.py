@@ -1,1 +1,3 @@
-"""Planners as pure functions: data in, a plan and a reason out. No torch, no clock, no randomness of their own."""
+"""Holds planners: pure functions from data to a plan and its reason, without torch, clock or randomness of
+their own.
+"""

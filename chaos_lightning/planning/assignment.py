@@ -1,4 +1,4 @@
-"""Assigns samples of the next step to members (protocol.md 10, 25, 26).
+"""Assigns the samples of the next step to members (protocol.md 10, 25, 26).
 
 Theory of operation. The assignment of step s+1 is a function of header s alone: its ledger says what is unspent, the
 view that it names (`ruling_view`) says among whom to assign. The first unspent positions go out micro-batch by
@@ -31,7 +31,7 @@ from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Positions that one member trains in one step."""
+    """Positions of an epoch's order that one member trains on in one step."""
 
     member: str
     micro_batches: tuple[tuple[Span, ...], ...]
@@ -47,12 +47,13 @@ class Assignment:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """All positions of the step, dropped ones included, in the order of assigning."""
+        """All positions that the member gets in the step, dropped ones included, in the order of assignment."""
         return (*(span for part in self.micro_batches for span in part), *self.dropped)
 
 
 def ruling_view(header: Header, known: Iterable[View]) -> View | None:
-    """Returns the view that rules the assignment after `header`, out of those that this member knows.
+    """Returns the view among whose members the samples of the step after `header` are divided; None if this member does
+    not know that view.
 
     It is the one the header names, even if a later view was decided since (protocol.md 10: a view change reassigns
     nothing). The genesis header names none: there the view rules that founded the job, or founded it again when nobody
@@ -83,7 +84,7 @@ def assign_step(
     drop_last: bool = False,
     least: int = 1,
 ) -> dict[str, Assignment]:
-    """Returns each member's part of the next step of this view.
+    """Returns the samples that each member of a view gets in the view's next step.
 
     Args:
         view: the view that rules the step (`ruling_view`); all its members get some, joiners included.
@@ -131,7 +132,8 @@ def assign_step(
 
 
 def step_view(micro_batches: int, quota: int, view_id: ViewId = NO_VIEW, member: str = "") -> View:
-    """Returns the view whose one member takes all numbered micro-batches of a step (see the module).
+    """Returns a stand-in view with one member, which takes all micro-batches of a step: members of a pipeline share
+    layers, not samples.
 
     Args:
         micro_batches: Micro-batches of a step.
@@ -153,19 +155,20 @@ def assign_micro_batches(
     drop_last: bool = False,
     least: int = 1,
 ) -> Assignment:
-    """Returns the positions of the numbered micro-batches of the next step of a job with pipelines (protocol.md P2).
+    """Returns the positions of the epoch that each micro-batch of a pipeline job's next step trains on (protocol.md
+    P2).
 
     They are those of plain Lightning with `accumulate_grad_batches=micro_batches` in one process.
 
     Args:
-        ledger: See `assign_step`, as for the others.
+        ledger: Ledger of the last committed header.
         micro_batches: Micro-batches of a step; at the end of an epoch some may be short or empty.
         quota: Positions of a micro-batch.
-        epoch: See there.
-        length: See there.
-        ahead: See there.
-        drop_last: See there.
-        least: See there.
+        epoch: Pass over the data.
+        length: Number of positions in this epoch.
+        ahead: Number of further steps that are assumed to have committed as assigned.
+        drop_last: Whether short micro-batches are dropped.
+        least: Fewest positions of a micro-batch, unless the step has fewer.
 
     Raises:
         ValueError: See there.
@@ -177,9 +180,7 @@ def assign_micro_batches(
 def steps_left(
     view: View, ledger: Ledger, *, epoch: int, length: int, stream: str = SHARED, drop_last: bool = False
 ) -> int:
-    """Returns the steps until this epoch of the stream is spent, if all commit as assigned and the view stays as it
-    is.
-    """
+    """Returns how many more steps the epoch takes if every step commits as assigned and the view stays as it is."""
     members = _assigned_to(view, stream)
     if not members:
         return 0
@@ -206,9 +207,7 @@ def after_step(
     ahead: int = 0,
     drop_last: bool = False,
 ) -> tuple[Span, ...]:
-    """Returns the positions that are unspent once the step of `assign_step` with the same arguments has committed as
-    assigned.
-    """
+    """Returns the positions that stay unspent after the next step, if that commits as `assign_step` assigns it."""
     members = _assigned_to(view, stream)
     spans = remaining(ledger, stream, epoch, length)
     if not members:
@@ -219,7 +218,9 @@ def after_step(
 
 
 def local_steps_left(view: View, ledger: Ledger, epoch: int) -> int | None:
-    """Returns the steps until each member's own data are spent; None while a member has not announced its length."""
+    """Returns the number of steps until all members have trained on their own data; None while a member has not
+    announced the length of its data.
+    """
     most = 0
     for member in view.members:
         length = announced_length(ledger, member.name, epoch)
@@ -243,7 +244,7 @@ def _quotas(view: View, members: Sequence[Member]) -> list[int]:
 
 
 def _used(quotas: Sequence[int], accumulate: int, total: int, drop_last: bool) -> tuple[int, int]:
-    """Returns the numbers of positions that one step uses and drops of `total` unspent ones."""
+    """Returns how many of `total` unspent positions one step trains on, and how many it drops (drop_last)."""
     full = accumulate * sum(quotas)
     if not drop_last:
         return min(full, total), 0
@@ -260,7 +261,7 @@ def _used(quotas: Sequence[int], accumulate: int, total: int, drop_last: bool) -
 
 
 def _used_by(quotas: Sequence[int], accumulate: int, total: int, drop_last: bool, steps: int) -> int:
-    """Returns the number of positions that the next `steps` steps use and drop of `total` unspent ones."""
+    """Returns how many of `total` unspent positions the next `steps` steps train on or drop."""
     full = accumulate * sum(quotas)
     if not drop_last:
         return min(total, steps * full)
@@ -274,15 +275,15 @@ def _used_by(quotas: Sequence[int], accumulate: int, total: int, drop_last: bool
 
 
 def _taken(quota: int, total: int, room: int, least: int) -> int:
-    """Returns the positions that a micro-batch takes; it leaves enough for the later ones of its step, which have
-    `room` for so many.
+    """Returns how many positions a micro-batch takes such that later micro-batches of the step still get at least
+    `least`; `room` is the most that they can take.
     """
     short = least - (total - quota)
     return quota - short if 0 < short < least <= min(quota - short, room) else min(quota, total)
 
 
 class _Cursor:
-    """Cursor that takes positions from the front of normal spans."""
+    """Cursor that takes positions from the front of a sorted list of spans."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans: Iterator[Span] = iter(spans)

@@ -1,4 +1,6 @@
-"""Says how many positions of shared data a cluster is leased and trains at once (docs/outer.md, O11)."""
+"""Computes how many positions of the shared data a cluster leases at once, and the sizes of the batches that it trains
+them in (docs/outer.md, O11).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Numbers of shared data's positions that a cluster trains at once, on all its devices together.
+    """Batch sizes of a cluster, counted in positions of the shared data over all its devices.
 
     Attributes:
         step: Positions of an inner step; 0: the cluster has not said.
@@ -21,7 +23,7 @@ class Batches:
     least: int = 1
 
     def whole(self, wanted: int, there: int) -> int:
-        """Returns how many of the available positions to lease: whole steps, at least one.
+        """Returns how many of the available positions to lease, as whole steps, at least one.
 
         A rest that would be no batch of its own is leased with the last step: its batches are made smaller.
         """
@@ -30,12 +32,14 @@ class Batches:
         return there if steps and 0 < rest < self.least < self.batch else steps * self.step
 
     def rest(self, there: int) -> int:
-        """Returns how many positions to lease when fewer are available than a step needs."""
+        """Returns how many positions a cluster leases when fewer are available than its step needs."""
         usable = there - there % self.batch if self.least >= self.batch else there
         return usable if usable >= self.least else 0
 
     def next(self, wanted: int, there: int) -> int:
-        """Returns the size of the next batch, such that no positions are left after it, or enough for another batch."""
+        """Returns the size of the next batch, chosen so that the positions left after it are none, or enough for
+        another batch.
+        """
         short = self.least - (there - wanted)
         return max(0, wanted - short) if 0 < short < self.least < self.batch else min(wanted, there)
 

@@ -1,4 +1,4 @@
-"""Reads YAML and JSON that a person wrote: each key once, and never more values than a file can mean.
+"""Reads YAML and JSON files written by people; refuses repeated keys, and anchors that expand to too many values.
 
 Theory of operation. YAML becomes nodes first (`yaml.compose`). Anchors make a graph of them, in which 800 bytes can
 stand for billions of values, or for a list that contains itself. So the values are counted before any is made, each
@@ -24,14 +24,14 @@ _EXPONENT = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)[eE][+-]?\d+")
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Value of a file, and its place: the path of its keys, such as `links[2].rate`."""
+    """Value in a file, with its path of keys, such as `links[2].rate`."""
 
     value: str | list[Spot] | dict[str, Spot]
     path: str
 
 
 def read_file(path: Path, source: str = "") -> Any:
-    """Returns the content of a file: `.json` is JSON, everything else YAML.
+    """Returns the content of a file, read as JSON if its name ends in `.json`, else as YAML.
 
     Args:
         path: The file.
@@ -46,7 +46,8 @@ def read_file(path: Path, source: str = "") -> Any:
 
 
 def read_located(path: Path) -> tuple[Spot, dict[str, int]]:
-    """Returns what `read_file` does, each scalar as the text that was written, and the line of each path in YAML.
+    """Returns the content of a file with each scalar as it was written, and, for YAML, the line number of each path of
+    keys.
 
     Raises:
         OSError, UnicodeDecodeError: The file cannot be read.
@@ -78,7 +79,7 @@ def read_located(path: Path) -> tuple[Spot, dict[str, int]]:
 
 
 def read_json(text: str, source: str) -> Any:
-    """Returns the values of a JSON text as `json.loads` does.
+    """Returns the values of a JSON text, as `json.loads` does; refuses repeated keys.
 
     Args:
         text: The file's text.
@@ -140,7 +141,7 @@ def compose_yaml(text: str, source: str) -> Any:
     import yaml
 
     class _Yaml12(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        """Loader that reads 1e9 as a number, as YAML 1.2 does; 1.1 takes it for a text."""
+        """YAML loader that reads 1e9 as a number, as YAML 1.2 does; in YAML 1.1 it is a text."""
 
     _Yaml12.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-.0123456789"))
     try:
@@ -154,7 +155,9 @@ def compose_yaml(text: str, source: str) -> Any:
 
 
 def _count(node: Any, source: str, known: dict[int, int]) -> int:
-    """Returns the number of values that the node stands for; `known` has 0 for nodes that are being counted."""
+    """Returns the number of values that a YAML node expands to, anchors included; refuses an anchor that contains
+    itself.
+    """
     if node is None or isinstance(node.value, str):
         return 1
     found = known.get(id(node))
@@ -180,7 +183,7 @@ def _count(node: Any, source: str, known: dict[int, int]) -> int:
 
 
 def _demand_once(key: Any, seen: dict[str, int], source: str) -> None:
-    """Raises ConfigurationError if the mapping has this key already; else notes the key's line."""
+    """Notes the line of a mapping's key; raises ConfigurationError if the mapping has this key already."""
     line, name = key.start_mark.line + 1, key.value
     if not isinstance(name, str):
         raise ConfigurationError(f"{source}:{line}: a key is a list or mapping; expected plain text")

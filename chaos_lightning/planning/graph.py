@@ -1,4 +1,4 @@
-"""Finds the parts of a graph of links, the shortest ways through it, and the middle of a tree.
+"""Finds the connected parts of a graph of links, shortest paths through the graph, and the centre of a tree.
 
 Theory of operation. A graph is a set of pairs of ids; direction and order of a pair do not matter. Where there is a
 choice, rank order decides, so that all members decide alike.
@@ -14,9 +14,7 @@ Pair = tuple[str, str]
 
 
 def neighbours(members: Sequence[Node], links: Iterable[tuple[Node, Node]]) -> dict[Node, list[Node]]:
-    """Returns the neighbours of each member, to which it has a link, in rank order. Pairs that name others are left
-    out.
-    """
+    """Returns the neighbours of each member in rank order; links that name others than these members are ignored."""
     linked: dict[Node, set[Node]] = {m: set() for m in members}
     for a, b in links:
         if a != b and a in linked and b in linked:
@@ -30,7 +28,7 @@ def neighbours(members: Sequence[Node], links: Iterable[tuple[Node, Node]]) -> d
 
 
 def connected_parts(members: Sequence[Node], near: Mapping[Node, Sequence[Node]]) -> list[list[Node]]:
-    """Returns the parts of the graph that links connect, each in rank order, that with the oldest member first."""
+    """Returns the connected parts of a graph, each in rank order; the part with the oldest member comes first."""
     part: dict[Node, int] = {}
     parts: list[list[Node]] = []
     for name in members:
@@ -42,8 +40,8 @@ def connected_parts(members: Sequence[Node], near: Mapping[Node, Sequence[Node]]
 
 
 def removable(near: Mapping[Node, Sequence[Node]], leaving: Sequence[Node]) -> list[Node]:
-    """Returns those of `leaving` that can go in this order, each without cutting a path between those that are there
-    then.
+    """Returns the members of `leaving` that can be removed, one after the other, without disconnecting those that
+    remain.
 
     Whether one can go depends on who has gone before it. So one half of them is decided, then the other one, and those
     of the other half that are there meanwhile count as one with all that stay. Each link is looked at once where the
@@ -70,8 +68,8 @@ def removable(near: Mapping[Node, Sequence[Node]], leaving: Sequence[Node]) -> l
 
 
 def _united(groups: Mapping[Node, Node], more: Iterable[Node], near: Mapping[Node, Sequence[Node]]) -> dict[Node, Node]:
-    """Returns groups of linked members with `more` members in them, as the member above each, which at the top is
-    itself.
+    """Returns a union-find forest extended by `more` members, as the parent of each member; a root is its own
+    parent.
     """
     found = dict(groups)
     for member in more:
@@ -85,8 +83,7 @@ def _united(groups: Mapping[Node, Node], more: Iterable[Node], near: Mapping[Nod
 
 
 def parting_nodes(places: Mapping[str, str], links: Iterable[Pair]) -> list[str]:
-    """Returns the nodes without which others lose their last path to each other, in rank order; takes time linear in
-    members and links.
+    """Returns the nodes whose removal would disconnect others (articulation points), in rank order; takes linear time.
 
     Args:
         places: Node of each member, in rank order. The workers of a node count as linked with each other.
@@ -124,7 +121,7 @@ def parting_nodes(places: Mapping[str, str], links: Iterable[Pair]) -> list[str]
 
 
 def not_connected(parts: Sequence[Sequence[str]]) -> str:
-    """Returns the error text for a graph in several parts."""
+    """Returns the error text for a graph that is not connected."""
     words = " | ".join(", ".join(part) for part in parts)
     return (
         f"the links do not connect all members; the parts are: {words}. Expected a path between any two: "
@@ -137,8 +134,8 @@ def pairs_in_words(pairs: Iterable[Pair]) -> str:
 
 
 def breadth_first(root: Node, near: Mapping[Node, Sequence[Node]], above: Node) -> dict[Node, tuple[Node, int]]:
-    """Returns (parent, depth) of all nodes that can be reached from `root`, by fewest hops; of equal parents, the one
-    that is found first.
+    """Returns (parent, depth) of each node that can be reached from `root` by breadth-first search; of equal parents,
+    the first one found.
 
     `above` is given as the root's own parent.
     """
@@ -153,8 +150,8 @@ def breadth_first(root: Node, near: Mapping[Node, Sequence[Node]], above: Node) 
 
 
 def centred(size: int, edges: Iterable[tuple[int, int]], length: Callable[[int, int], float]) -> list[tuple[int, ...]]:
-    """Returns the parents of a tree's nodes, -1 at the root, which is in the middle of the tree's longest way; the best
-    tree first.
+    """Returns the parent of each node (-1 at the root) for a tree that is rooted in the middle of its longest path; the
+    best tree first.
 
     Args:
         size: Number of nodes, which are 0, 1, ...

@@ -1,4 +1,4 @@
-"""Computes which positions of an epoch are spent (protocol.md 25, 27).
+"""Computes which positions of an epoch are spent, that is, trained or dropped (protocol.md 25, 27).
 
 Theory of operation. An epoch of a sample stream is an order of positions [0, length); what a position means (a
 sample, or a batch of a custom batch sampler) and which sample lies there is the business of `planning/orders.py`
@@ -28,8 +28,8 @@ _LENGTH = "/length"
 
 
 def union(one: Ledger, other: Ledger) -> Ledger:
-    """Returns all that either ledger calls spent; of each stream the later epoch counts. Idempotent: for resumed
-    ledgers.
+    """Returns the union of two ledgers of spent positions; for each stream, the later epoch replaces the
+    earlier one.
     """
     mine = {entry.stream: entry for entry in one.streams}
     for entry in other.streams:
@@ -43,7 +43,7 @@ def union(one: Ledger, other: Ledger) -> Ledger:
 
 
 def merge(ledger: Ledger, spent: Iterable[Spent]) -> Ledger:
-    """Returns the ledger after a slot whose contributions spent `spent`.
+    """Returns the ledger after a slot whose contributions spent the positions `spent`.
 
     The result does not depend on the order of `spent` and is canonical (streams by name, spans normal), since it goes
     into the header's hash. A stream's later epoch replaces what was known of the earlier one.
@@ -83,7 +83,7 @@ def merge(ledger: Ledger, spent: Iterable[Spent]) -> Ledger:
 
 
 def _join(old: tuple[Span, ...], new: tuple[Span, ...], stream: str, epoch: int) -> tuple[Span, ...]:
-    """Returns the union of two normal lists of spans, which must be disjoint."""
+    """Returns the union of two sorted lists of disjoint spans, which must not overlap."""
     if old and old[-1][1] <= new[0][0]:  # the usual case: the prefix grows at its end
         if old[-1][1] == new[0][0]:
             return (*old[:-1], (old[-1][0], new[0][1]), *new[1:])
@@ -99,12 +99,12 @@ def _join(old: tuple[Span, ...], new: tuple[Span, ...], stream: str, epoch: int)
 
 
 def epoch_of(ledger: Ledger, stream: str = SHARED) -> int | None:
-    """Returns the epoch in which the ledger stands; None if the ledger has no entry of the stream."""
+    """Returns the epoch that the ledger has for a stream; None if the ledger has no entry for the stream."""
     return next((entry.epoch for entry in ledger.streams if entry.stream == stream), None)
 
 
 def spent_spans(ledger: Ledger, stream: str, epoch: int) -> tuple[Span, ...]:
-    """Returns the spans of this epoch of the stream that are spent.
+    """Returns the spans of positions of a stream's epoch that are spent.
 
     Raises:
         ValueError: the ledger stands in a later epoch already, so what was spent in this one is not known any more.
@@ -118,7 +118,7 @@ def spent_spans(ledger: Ledger, stream: str, epoch: int) -> tuple[Span, ...]:
 
 
 def remaining(ledger: Ledger, stream: str, epoch: int, length: int) -> tuple[Span, ...]:
-    """Returns the unspent positions of [0, length), as normal spans."""
+    """Returns the unspent positions of [0, length), as sorted spans."""
     if length <= 0:
         return ()
     return subtract(((0, length),), spent_spans(ledger, stream, epoch))
@@ -130,23 +130,23 @@ def is_spent(ledger: Ledger, stream: str, epoch: int, length: int) -> bool:
 
 
 def length_stream(name: str) -> str:
-    """Returns the stream in which member `name` announces the length of its own data."""
+    """Returns the name of the stream in which member `name` announces the length of its own data."""
     return name + _LENGTH
 
 
 def is_length_stream(stream: str) -> bool:
-    """Returns whether this stream announces a length; its positions are no samples."""
+    """Returns whether a stream announces a length; its positions are no samples."""
     return stream.endswith(_LENGTH)
 
 
 def announce_length(name: str, epoch: int, length: int) -> Spent:
-    """Returns the entry by which a contribution tells, once per epoch, the length of this member's data."""
+    """Returns the ledger entry with which a member announces, once per epoch, the length of its own data."""
     return Spent(length_stream(name), epoch, ((0, length),) if length else ())
 
 
 def announced_length(ledger: Ledger, name: str, epoch: int) -> int | None:
-    """Returns the number of positions in this epoch of member `name`'s data; None while the member has not announced
-    it.
+    """Returns how many positions member `name` has announced for this epoch of its own data; None before the
+    announcement.
     """
     for entry in ledger.streams:
         if entry.stream == length_stream(name) and entry.epoch == epoch:
@@ -155,7 +155,7 @@ def announced_length(ledger: Ledger, name: str, epoch: int) -> int | None:
 
 
 def local_over(ledger: Ledger, view: View, epoch: int) -> bool:
-    """Returns whether each member of the view has announced the length of its own data and spent them
+    """Returns whether each member of the view has announced the length of its own data and trained on all of it
     (data="local").
     """
     for member in view.members:

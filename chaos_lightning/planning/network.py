@@ -1,4 +1,4 @@
-"""Holds the measured network as planners see it, and predicts how long an all-reduce over given trees takes on it.
+"""Represents the measured network for planners, and predicts how long an all-reduce over given trees takes.
 
 Theory of operation. A tree that carries a part x of the buffer sends x up and x down each of its edges, so it loads
 both directions of each edge alike, and an edge is worth the slower of its directions. Three things have a capacity: a
@@ -41,8 +41,8 @@ class Rank(Protocol):
 
 
 class Measured(NamedTuple):
-    """Measured values of a link (a, b): half a round trip, and the rate of each direction. A direction of 0 bps makes
-    it no link.
+    """Measured latency (half a round trip) and rates of a link (a, b); with 0 bps in a direction it does not count as a
+    link.
     """
 
     latency_s: float
@@ -62,7 +62,7 @@ class Resource:
 
 
 class Network:
-    """Members in rank order and their links, checked.
+    """Members in rank order and the links between them, validated.
 
     Args:
         members: Members in rank order; one with `host` "" has a machine of its own.
@@ -153,7 +153,7 @@ class Network:
         return len(self.ids)
 
     def worth(self, edge: Edge) -> float:
-        """Returns the rate (bit/s) that a tree can carry over this edge both ways at once."""
+        """Returns the rate (bit/s) at which a tree can send over this edge in both directions at once."""
         i, j = edge
         return min(self.rate[i, j], self.rate[j, i])
 
@@ -162,29 +162,27 @@ class Network:
         return len(self.edges) == len(self.ids) * (len(self.ids) - 1) // 2
 
     def local(self, edge: Edge) -> bool:
-        """Returns whether both ends of the edge are on one machine."""
+        """Returns whether both ends of an edge are on one machine."""
         return self.hosts[edge[0]] == self.hosts[edge[1]]
 
     # ------------------------------------------------------------------ trees
 
     def hop_s(self, child: int, parent: int, chunk_nbytes: int) -> tuple[float, float]:
-        """Returns the seconds that one chunk takes up this edge, and down."""
+        """Returns the seconds that a chunk takes from `child` up to `parent`, and back down."""
         latency = self.latency[min(child, parent), max(child, parent)]
         return latency + 8 * chunk_nbytes / self.rate[child, parent], latency + 8 * chunk_nbytes / self.rate[
             parent, child
         ]
 
     def rooted(self, edges: Iterable[Edge], chunk_nbytes: int) -> tuple[int, ...]:
-        """Returns the parent of each rank (-1 at the root) in the tree of these edges, with the root in the tree's
+        """Returns the parent of each rank (-1 at the root) in the tree with these edges, rooted in the tree's
         middle.
         """
         trees = centred(len(self), edges, lambda i, j: sum(self.hop_s(i, j, chunk_nbytes)))
         return min(trees, key=lambda parents: (self.fill_s(parents, chunk_nbytes), parents.index(-1)))
 
     def fill_s(self, parents: Sequence[int], chunk_nbytes: int) -> float:
-        """Returns the seconds from the moment when all ranks have the first chunk to the moment when all have its
-        sum.
-        """
+        """Returns the latency of the first chunk (s): all the way up the tree as it is summed, and down again."""
         ways: dict[int, tuple[float, float]] = {i: (0.0, 0.0) for i, p in enumerate(parents) if p < 0}
         for i in range(len(self.ids)):
             path = []
@@ -198,9 +196,7 @@ class Network:
         return max(up for up, _ in ways.values()) + max(down for _, down in ways.values())
 
     def spec(self, trees: Sequence[tuple[Sequence[int], float]]) -> PlanSpec:
-        """Returns a plan of kind "trees" from (parents, weight) pairs; the heaviest tree first, weights relative to
-        it.
-        """
+        """Returns a plan of kind "trees" from (parents, weight) pairs; the heaviest tree comes first with weight 1."""
         heaviest = max(weight for _, weight in trees)
         ordered = sorted(trees, key=lambda tree: -tree[1])
         return PlanSpec(
@@ -226,7 +222,7 @@ class Network:
         return self.time_s(trees, nbytes, chunk_of(plan, nbytes))
 
     def time_s(self, trees: Iterable[tuple[Sequence[int], float]], nbytes: int, chunk_nbytes: int) -> float:
-        """Returns the same as `seconds`, for trees given as (parents, fraction of the buffer)."""
+        """Returns the predicted seconds of an all-reduce over trees given as (parents, fraction of the buffer)."""
         chunk = min(chunk_nbytes, nbytes)
         load = [0.0] * len(self.resources)
         fill = 0.0
@@ -248,5 +244,5 @@ class Network:
 
 
 def _least(pair: tuple[float, float]) -> float:
-    """Returns the smaller one of the rates that are known (0: not known)."""
+    """Returns the lower of two rates; 0 means that a rate is not known."""
     return min((value for value in pair if value > 0), default=0.0)

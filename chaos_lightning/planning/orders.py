@@ -1,4 +1,5 @@
-"""Computes the order of an epoch: a permutation that is a function of (seed, epoch, stream) alone (protocol.md 10, 22).
+"""Computes the order of an epoch's samples: a permutation that depends on (seed, epoch, stream) alone (protocol.md 10,
+22).
 
 Theory of operation. Positions are assigned, samples are trained on; the order says which sample lies at which
 position. All members must hold the same order, a joiner must find it without having lived through earlier epochs,
@@ -27,7 +28,7 @@ VERSION = "splitmix64-1"
 
 
 def key(*words: int | str) -> int:
-    """Returns a 64-bit key from seed, epoch and names; no two different lists of words collide but by chance."""
+    """Returns a 64-bit hash of a list of numbers and names."""
     text = "\x00".join(f"{type(word).__name__}:{word}" for word in words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -41,11 +42,11 @@ def mix(value: int) -> int:
 
 
 def order_key(seed: int, epoch: int, stream: str = SHARED) -> int:
-    """Returns the key of one epoch's order."""
+    """Returns the 64-bit key from which the order of an epoch is computed."""
     return key("order", seed, epoch, stream)
 
 
 def permutation(length: int, seed: int, epoch: int, stream: str = SHARED) -> list[int]:
-    """Returns the samples 0..length-1 in the order of this epoch."""
+    """Returns the samples 0..length-1 in the order in which the epoch uses them."""
     start = order_key(seed, epoch, stream)
     return sorted(range(length), key=lambda i: mix(start + (i + 1) * GAMMA))

@@ -1,4 +1,4 @@
-"""Turns measured links into a plan: which trees the all-reduce takes, why, and how long that should take.
+"""Turns measured links into a plan: the trees of the all-reduce, the reason for them, and the predicted seconds.
 
 Theory of operation. A *planner* draws a plan (`PlanSpec`) for a network (`planning/network.py`); `plan` looks one up by
 name, checks what it drew, and predicts its time. Planners:
@@ -63,7 +63,9 @@ class Planned(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """Least seconds of any all-reduce, by the bytes that must cross links (latencies come on top)."""
+    """Lower bounds of an all-reduce's seconds, by the bytes that must cross links, without latencies: for one tree, and
+    for several.
+    """
 
     one_tree_s: float
     several_trees_s: float
@@ -77,7 +79,7 @@ def plan(
     nbytes: int = TYPICAL_NBYTES,
     access: Access | None = None,
 ) -> Planned:
-    """Returns the plan for these members over these links.
+    """Returns the all-reduce plan for these members and measured links.
 
     Args:
         members: Members in rank order.
@@ -112,7 +114,7 @@ def replan(
     cost_s: float = 0.05,
     steps: int = 100,
 ) -> tuple[PlanSpec | None, str]:
-    """Returns another plan, if it pays to change to it, and the reason in words.
+    """Returns another plan if a change pays off, else None; and the reason in words.
 
     A plan that no longer fits is always replaced. One that does is replaced where an all-reduce is predicted to take at
     least `gain` (a fraction) less than with it, and the time saved in `steps` steps exceeds `cost_s`, the seconds that
@@ -137,7 +139,7 @@ def replan(
 
 
 def bound(members: Sequence[Rank], links: Links, nbytes: int, access: Access | None = None) -> Bound:
-    """Returns the least seconds of an all-reduce that the links allow.
+    """Returns lower bounds of the seconds of an all-reduce over these links.
 
     One tree takes as long as the buffer over the narrowest link of the widest spanning tree; for several trees see
     `planning/packing.py`.
@@ -151,7 +153,7 @@ def bound(members: Sequence[Rank], links: Links, nbytes: int, access: Access | N
 
 
 def planner(name: str) -> Planner:
-    """Returns the planner of this name: built in, MODULE:FUNCTION, or an installed entry point.
+    """Returns the planner of a name: a built-in one, MODULE:FUNCTION, or an installed entry point.
 
     Raises:
         PlanError: There is none; lists those there are.
@@ -252,7 +254,7 @@ def _fapt(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
 
 
 def _local(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
-    """Plans for one head of each machine and hangs the machine's other ranks below it."""
+    """Plans trees among one rank of each machine (its head), and attaches the machine's other ranks below the head."""
     heads = _heads(network)
     chunk = _chunk(network, nbytes)
     if len(heads) in (1, len(network)):
@@ -280,7 +282,7 @@ def _spread(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
 
 
 def _auto(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
-    """Returns the best plan of all planners; see the module."""
+    """Runs all planners, and returns the plan with the least predicted time."""
     ranks_share = 1 < len(set(network.hosts)) < len(network)
     rates = [network.worth(e) for e in network.edges]
     if network.complete and not ranks_share and max(rates, default=1.0) <= _EVEN * min(rates, default=1.0):
@@ -348,7 +350,7 @@ def _bps(rate: float) -> str:
 
 
 def _line(network: Network) -> list[int]:
-    """Returns a way through all members whose narrowest link is as wide as a bounded search finds."""
+    """Returns a path through all members whose narrowest link is as wide as a bounded search finds."""
     size = len(network)
     if size == 1:
         return [0]
@@ -367,8 +369,8 @@ def _line(network: Network) -> list[int]:
 
 
 def _way_through(network: Network, limit_bps: float) -> list[int] | None:
-    """Returns a way through all members over links of at least `limit_bps`; None if a bounded number of tries finds
-    none. Goes on to the member with the fewest ways on, and comes back from dead ends.
+    """Returns a path through all members over links of at least `limit_bps`, found by backtracking; None if a bounded
+    number of tries finds none.
     """
     near = [
         [j for j in there if network.worth((min(i, j), max(i, j))) >= limit_bps] for i, there in enumerate(network.near)
@@ -393,13 +395,15 @@ def _way_through(network: Network, limit_bps: float) -> list[int] | None:
 
 
 def _onward(near: Sequence[Sequence[int]], at: int, seen: set[int]) -> list[int]:
-    """Returns the members to which the way can go on from here, the best last."""
+    """Returns the unvisited neighbours of a member, the most promising one last: that with the fewest unvisited
+    neighbours of its own.
+    """
     return sorted((j for j in near[at] if j not in seen), key=lambda j: (-sum(k not in seen for k in near[j]), -j))
 
 
 def _heads(network: Network) -> list[int]:
-    """Returns one rank for each part of a machine that the machine's own links connect: that with the widest links
-    outwards; all ranks, if links do not connect those heads.
+    """Returns the head of each machine (of each part, if the machine's links do not connect it): the rank with the
+    widest links to other machines; all ranks if heads are not connected.
     """
     heads, outside = [], [0.0] * len(network)
     for i, j in network.edges:
@@ -416,7 +420,7 @@ def _heads(network: Network) -> list[int]:
 
 
 def _below(network: Network, heads: Sequence[int], chunk_nbytes: int) -> list[int]:
-    """Returns the parent of each rank that is no head, on the fastest way to its machine's head; -1 for heads."""
+    """Returns the parent of each rank in a tree of fastest paths to the head of its machine; -1 for heads."""
     parents = [-1] * len(network)
     reached = list(heads)
     while len(reached) < len(network):

@@ -1,4 +1,5 @@
-"""Finds spanning trees of a measured network: the widest one, the nearest ones, and several at once.
+"""Finds spanning trees of a measured network: the one with most bandwidth, those of fastest paths, and sets of trees
+that share links.
 
 Theory of operation. One tree is as wide as its narrowest link, so the widest spanning tree takes links from the widest
 down; of all trees that are as wide, the one with the shortest ways is drawn.
@@ -31,7 +32,7 @@ _TINY = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Trees that fit into the network together."""
+    """Spanning trees with the rate that each carries, which together fit the network's capacities."""
 
     trees: tuple[tuple[EdgeTree, float], ...]
     """Pairs of (edges, bps), the largest rate first."""
@@ -47,7 +48,9 @@ class Packing:
 
 
 def spanning(size: int, edges: Iterable[Edge]) -> EdgeTree:
-    """Returns the spanning tree that takes `edges` in their order and leaves out those that would close a circle."""
+    """Returns the spanning tree that takes edges in the given order and skips those that would close a cycle
+    (Kruskal).
+    """
     part = list(range(size))
 
     def find(i: int) -> int:
@@ -68,9 +71,7 @@ def spanning(size: int, edges: Iterable[Edge]) -> EdgeTree:
 
 
 def bottleneck_bps(network: Network) -> float:
-    """Returns the most that one tree can carry (bit/s); exact where only links have a capacity, an upper bound
-    otherwise.
-    """
+    """Returns the highest rate of one tree (bit/s); exact if only links have a capacity, otherwise an upper bound."""
     if len(network) == 1:
         return INFINITE
     tree = spanning(len(network), sorted(network.edges, key=lambda e: (-network.worth(e), e)))
@@ -79,7 +80,9 @@ def bottleneck_bps(network: Network) -> float:
 
 
 def widest(network: Network, nbytes: int, chunk_nbytes: int) -> tuple[int, ...]:
-    """Returns the parents of the widest tree; of trees that are as wide, the one with the least predicted time."""
+    """Returns the parents of the spanning tree with the highest rate; of equal ones, the tree with the least predicted
+    time.
+    """
     size = len(network)
     if size == 1:
         return (-1,)
@@ -93,7 +96,9 @@ def widest(network: Network, nbytes: int, chunk_nbytes: int) -> tuple[int, ...]:
 
 
 def nearest(network: Network, root: int, chunk_nbytes: int, limit_bps: float = 0.0) -> tuple[int, ...]:
-    """Returns the parents of the tree of fastest ways to `root`, for one chunk, over links of at least `limit_bps`."""
+    """Returns the parents of the tree of fastest paths to `root` for one chunk, over links of at least `limit_bps`
+    (Dijkstra).
+    """
     found: dict[int, int] = {}
     queue: list[tuple[float, int, int, int]] = [(0.0, 0, root, -1)]
     while queue:
@@ -109,8 +114,8 @@ def nearest(network: Network, root: int, chunk_nbytes: int, limit_bps: float = 0
 
 
 def _sparing(network: Network) -> EdgeTree:
-    """Returns a tree that spreads its edges over shared resources: each edge is the one that leaves its resources
-    widest.
+    """Returns a spanning tree built greedily: each edge added is the one whose shared links and cards have most
+    capacity left.
     """
     count = [0] * len(network.resources)
     part = list(range(len(network)))
@@ -133,7 +138,7 @@ def _sparing(network: Network) -> EdgeTree:
 
 
 def pack(network: Network) -> Packing:
-    """Returns trees that carry (nearly) as much as any set of trees can."""
+    """Returns a set of trees whose total rate is (nearly) the highest that any set of trees has on this network."""
     size = len(network)
     if size == 1:
         return Packing((), INFINITE)
@@ -166,7 +171,7 @@ def pack(network: Network) -> Packing:
 
 
 def weigh(network: Network, trees: Sequence[EdgeTree]) -> list[float]:
-    """Returns the rate (bit/s) that each of these trees should carry so that all together carry the most."""
+    """Returns the rate (bit/s) of each of these trees that makes their total rate highest."""
     rows = sorted({r for tree in trees for e in tree for r in network.uses[e]})
     uses = {e: [rows.index(r) for r in network.uses[e]] for tree in trees for e in tree}
     scale = max(network.resources[r].capacity_bps for r in rows)
@@ -196,7 +201,9 @@ def _column(tree: EdgeTree, uses: Mapping[Edge, Sequence[int]]) -> dict[int, flo
 
 
 def _thinned(network: Network) -> tuple[Edge, ...]:
-    """Returns the links to pack over: all, or of many the widest forests."""
+    """Returns the links among which trees are packed: all, or, if there are too many, the union of the widest spanning
+    forests.
+    """
     left = sorted(network.edges, key=lambda e: (-network.worth(e), e))
     if len(left) <= _MOST_EDGES:
         return network.edges
@@ -210,8 +217,8 @@ def _thinned(network: Network) -> tuple[Edge, ...]:
 
 
 def _partition_bound(network: Network) -> float:
-    """Returns the least value of `most_across` for machines, and for the parts that arise while the widest links are
-    joined first.
+    """Returns the least `most_across` of some partitions: by machine, and those met while the widest links are joined
+    first.
     """
     bound = most_across(network, network.hosts)
     part = list(range(len(network)))
@@ -222,7 +229,8 @@ def _partition_bound(network: Network) -> float:
 
 
 def most_across(network: Network, part: Sequence[Hashable]) -> float:
-    """Returns a rate (bps) that no set of trees exceeds, by the bytes that must cross between these parts.
+    """Returns an upper bound of the rate (bps) of any set of trees, from the bytes that must cross between the given
+    parts.
 
     Each tree crosses between k parts at least k - 1 times. What crosses leaves two parts, and out of a part goes no
     more than its links carry, nor than what all of these links share: an access, or a network card.
@@ -246,7 +254,8 @@ def most_across(network: Network, part: Sequence[Hashable]) -> float:
 
 
 class _Simplex:
-    """Simplex method for max(sum of amounts), each resource's use at most its capacity; columns are offered one by one.
+    """Simplex method that maximizes the sum of amounts while no resource is used beyond its capacity; columns of the
+    linear program are added one at a time.
 
     Capacities are widened by a ten-millionth each, differently, so that no two are exhausted at the very same amount:
     then every step gains something and none can be repeated.
@@ -266,13 +275,13 @@ class _Simplex:
         return {label: level for label, level in found.items() if level > _TINY}
 
     def prices(self) -> list[float]:
-        """Returns the worth of a unit of each resource."""
+        """Returns the price (dual value) of each resource."""
         chosen = [row for row, label in zip(self._inverse, self._inside, strict=True) if label is not None]
         return [sum(column) for column in zip(*chosen, strict=True)] or [0.0] * len(self._level)
 
     def enter(self, column: Mapping[int, float], label: int | None) -> None:
-        """Uses this column as much as the capacities allow; `label` None stands for the column of an unused
-        resource.
+        """Brings a column into the linear program's basis, as far as capacities allow; `label` None marks a slack
+        column.
         """
         move = [sum(row[r] * count for r, count in column.items()) for row in self._inverse]
         leaving = [i for i, step in enumerate(move) if step > _TINY]

@@ -1,4 +1,4 @@
-"""Reads values of the setting `plan`: a kind's name, or a file with trees.
+"""Reads values of the setting `plan`: the name of a kind of plan, or a file with trees.
 
 Theory of operation. `rotating`, `chain`, `tree` and `tree:K` are named, and so are planners (`auto`, the default, and
 others, see planning/overlay.py), which draw trees from the links that were measured. Anything that begins with `file:`
@@ -39,20 +39,21 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def plan_path(text: str) -> Path | None:
-    """Returns the path of the file that this plan names; None if it names none."""
+    """Returns the path of the file that a plan setting names; None if it names none."""
     if text.startswith(_PREFIX):
         return Path(text[len(_PREFIX) :])
     return Path(text) if text.endswith(_SUFFIXES) else None
 
 
 def absolute_plan(text: str) -> str:
-    """Returns the same plan for a process that may run in another directory: a file's path becomes absolute."""
+    """Returns the plan setting with an absolute file path, for a process that may run in another directory."""
     path = plan_path(text)
     return text if path is None else f"{_PREFIX}{path.absolute()}"
 
 
 def read_plan(text: str, chunk_nbytes: int = 0) -> PlanSpec:
-    """Returns the plan that a user wrote, checked as far as that goes without members and buffer.
+    """Returns the plan that a user wrote, after the checks that are possible before members and gradient buffer are
+    known.
 
     Args:
         text: See the module.
@@ -79,7 +80,7 @@ def read_plan(text: str, chunk_nbytes: int = 0) -> PlanSpec:
 
 
 def check_bytes(text: str, spec: PlanSpec, nbytes: int, sections: Sequence[Span]) -> None:
-    """Refuses trees whose ranges do not cover this model's gradients.
+    """Refuses a user's trees if their byte ranges do not cover this model's gradients.
 
     Args:
         text: Text that the user wrote, for the message.
@@ -99,7 +100,8 @@ def check_bytes(text: str, spec: PlanSpec, nbytes: int, sections: Sequence[Span]
 
 
 def plan_from(given: object, what: str) -> PlanSpec:
-    """Returns a plan from a mapping with kind, chunk_nbytes and trees (of start, stop, members, parents).
+    """Returns a plan from a file's mapping with the keys kind, chunk_nbytes and trees (of start, stop, members,
+    parents).
 
     Raises:
         ConfigurationError: `what`, and what is wrong.

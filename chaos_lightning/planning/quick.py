@@ -1,4 +1,5 @@
-"""Draws a plan in milliseconds: a few trees that spread their work over the links of up to thousands of members.
+"""Finds an all-reduce plan within milliseconds, for up to thousands of members: a few trees that spread their work over
+the links.
 
 Theory of operation. With k equal trees a node whose neighbours hang below it in every tree sends and receives k times
 as much as one that is always a leaf. So each network card gets a budget of edges, by its rate: two per tree on average,
@@ -31,7 +32,7 @@ _AHEAD = 0.75
 
 
 def quick(members: Sequence[Rank], links: Mapping[Pair, tuple[float, float, float]]) -> tuple[PlanSpec, str]:
-    """Returns a plan for these members over these links, and the reason in words.
+    """Returns an all-reduce plan for these members and links, and the reason in words.
 
     Args:
         members: Members in rank order; one with `host` "" has a machine of its own.
@@ -57,7 +58,7 @@ def quick(members: Sequence[Rank], links: Mapping[Pair, tuple[float, float, floa
 
 
 class _Growth:
-    """Trees in the making, with the work that they give to cards and links.
+    """Trees under construction, and the work that they put on network cards and links.
 
     Args:
         hosts: The machine of each rank.
@@ -89,7 +90,7 @@ class _Growth:
         self._link_load = [0] * len(wide)
 
     def trees(self) -> list[tuple[int, ...]]:
-        """Returns the parent of each rank, -1 at the root, by tree."""
+        """Returns the trees, each as the parent of each rank (-1 at the root)."""
         size = len(self._near)
         count = _TREES if size <= _LARGE else _FEWER_TREES
         found = []
@@ -101,8 +102,8 @@ class _Growth:
         return found
 
     def _grown(self, root: int, limit: float) -> list[Edge]:
-        """Returns the edges of a tree in which no card and no link has more work than `limit` times its budget, where
-        possible.
+        """Returns the edges of a tree grown from `root`, whose network cards and links stay within `limit` times their
+        budgets where possible.
         """
         ways = [sorted(near, key=lambda way: -self._link_fullness(way[1])) for near in self._near]
         depths = {root: 0}
@@ -113,14 +114,18 @@ class _Growth:
             return max(0.0, self._card_fullness(i) - limit, self._link_fullness(link) - limit)
 
         def offer(i: int) -> None:
-            """Notes how well the next member would hang below member `i`, by the link of `i` with the least work."""
+            """Queues member `i` as a parent for its next neighbour, by how far its card and least used link are over
+            their budgets.
+            """
             while ways[i] and ways[i][-1][0] in depths:
                 ways[i].pop()
             if ways[i]:
                 heappush(offers, (excess(i, ways[i][-1][1]), depths[i], i))
 
         def enter(i: int) -> None:
-            """Lets member `i` offer places below it, after those on the same machine have been hung below it."""
+            """Attaches the members on the machine of member `i` below it, and queues all of them as parents for
+            others.
+            """
             inside = [i]
             for one in inside:
                 for other in self._inside[one]:
@@ -146,9 +151,9 @@ class _Growth:
         return edges
 
     def _card_fullness(self, i: int) -> float:
-        """Returns the edges of this rank's network card, with one more, divided by the card's budget for one tree."""
+        """Returns how full a rank's network card is with one more edge, as a fraction of its budget per tree."""
         return (self._card_load[self._card[i]] + 1) / self._card_budget[self._card[i]]
 
     def _link_fullness(self, link: int) -> float:
-        """Returns the trees that take this link, with one more, divided by the link's budget for one tree."""
+        """Returns how full a link is with one more tree, as a fraction of its budget per tree."""
         return (self._link_load[link] + 1) / self._link_budget[link]

@@ -1,4 +1,4 @@
-"""Plans which neighbour sends a newcomer how many bytes of the state, and predicts how long that takes.
+"""Plans how many bytes of the state each neighbour sends to a newcomer, and predicts how long that takes.
 
 Theory of operation. Neighbour u can begin `delay_s` after the start (its latency, and the time until it has finished
 its all-reduce) and then needs `s_per_byte` for each byte. With n bytes it is done at delay_s + n * s_per_byte; a
@@ -26,7 +26,9 @@ COMPARED = ("greedy", "optimal", "even", "single", "multi_source", "stop_resume"
 
 
 def wrong_policy(name: str) -> str:
-    """Returns the objection to a name of a transfer policy; "" to one that may be. Loads no MODULE:CLASS."""
+    """Returns an error text for the name of a transfer policy that cannot be used, "" for any other; does not load
+    MODULE:CLASS.
+    """
     if name in POLICIES or ":" in name:
         return ""
     known = f"expected one of {', '.join(POLICIES)}, or MODULE:CLASS"
@@ -39,7 +41,7 @@ def wrong_policy(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Source with a direct link to the newcomer."""
+    """Neighbour that can send state to the newcomer over a direct link, with its speed."""
 
     member: str
     delay_s: float
@@ -54,13 +56,13 @@ class Neighbour:
             raise ValueError(f"neighbour {self.member}: s_per_byte must be finite and positive, got {self.s_per_byte}")
 
     def seconds(self, nbytes: float) -> float:
-        """Returns the seconds until the source has sent so many bytes, undisturbed by others."""
+        """Returns the seconds until the source has sent this many bytes, if other sources do not slow it down."""
         return self.delay_s + nbytes * self.s_per_byte
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharePlan:
-    """Plan of a transfer: the bytes that each source sends."""
+    """Plan of a state transfer: the number of bytes that each source sends."""
 
     policy: str
     shares: Mapping[str, int]
@@ -96,9 +98,7 @@ def check(nbytes: int, neighbours: Sequence[Neighbour], ingress_s_per_byte: floa
 
 
 def _fluid(nbytes: int, neighbours: Sequence[Neighbour], ingress_s_per_byte: float) -> tuple[float, list[float]]:
-    """Returns the seconds until the last byte can be there at the earliest, and fractional shares, aligned, that get it
-    there.
-    """
+    """Returns the least seconds of a transfer, and fractional shares of the sources that reach it."""
     order = sorted(range(len(neighbours)), key=lambda i: (neighbours[i].delay_s, i))
     limit = 1 / ingress_s_per_byte if ingress_s_per_byte else math.inf
     shares = [0.0] * len(neighbours)
@@ -119,13 +119,13 @@ def _fluid(nbytes: int, neighbours: Sequence[Neighbour], ingress_s_per_byte: flo
 
 
 def bound_s(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> float:
-    """Returns the seconds that no plan can beat; byte ranges reach it."""
+    """Returns a lower bound of the transfer's seconds, which the best byte ranges reach."""
     check(nbytes, neighbours, ingress_s_per_byte)
     return _fluid(nbytes, neighbours, ingress_s_per_byte)[0] if nbytes else 0.0
 
 
 def closed_form(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> SharePlan:
-    """Returns a plan in which all neighbours worth using end at the same time.
+    """Returns the plan in which all neighbours worth using finish at the same time.
 
     Args:
         nbytes: Size of the state.
@@ -147,7 +147,7 @@ def closed_form(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_b
 
 
 def _whole(nbytes: int, exact: Sequence[float], neighbours: Sequence[Neighbour]) -> dict[str, int]:
-    """Returns whole bytes with the same sum: shares are rounded down, the rest goes to the largest fractions."""
+    """Returns the shares rounded to whole bytes with the same sum: remainders go to the largest fractions."""
     floors = [int(x) for x in exact]
     surplus = nbytes - sum(floors)
     order = sorted(range(len(exact)), key=lambda i: (floors[i] - exact[i], i))
@@ -162,8 +162,8 @@ def _whole(nbytes: int, exact: Sequence[float], neighbours: Sequence[Neighbour])
 
 
 def predict_s(shares: Mapping[str, int], neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> float:
-    """Returns the seconds that these shares take if no source deviates from them; a full access link is shared fairly,
-    as TCP does.
+    """Returns the predicted seconds of a transfer with these shares; a full access link is shared fairly, as
+    TCP does.
     """
     known = {n.member: n for n in neighbours}
     unknown = next((member for member in shares if member not in known), None)
@@ -189,7 +189,7 @@ def predict_s(shares: Mapping[str, int], neighbours: Sequence[Neighbour], *, ing
 
 
 def _fair(caps: Mapping[str, float], limit: float) -> dict[str, float]:
-    """Returns max-min fair rates under one common limit."""
+    """Returns max-min fair rates of the sources under one common limit."""
     rates: dict[str, float] = {}
     for count, member in zip(range(len(caps), 0, -1), sorted(caps, key=lambda m: caps[m]), strict=True):
         rates[member] = min(caps[member], limit / count)

@@ -1,4 +1,5 @@
-"""Numbers the positions of several leases through (a tape), so that a ledger of places on the tape says what is spent.
+"""Joins the positions of several leases into one sequence (a tape), so that a ledger can record which places on it are
+spent.
 
 Theory of operation. An elastic cluster of outer sync is leased positions of an epoch in chunks, here and there
 (docs/outer.md, O11), while its ranks share out one stretch [0, length) from its front (assignment.py). So what is
@@ -19,7 +20,7 @@ from chaos_lightning.protocol.types import Span
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """Positions of several leases in one sequence (see the module).
+    """Sequence of the positions of several leases, in which each position has a number, its place.
 
     Attributes:
         number: Number of the tape.
@@ -37,15 +38,15 @@ class Tape:
         return count(self.pieces)
 
     def longer(self, spans: Iterable[Span]) -> Tape:
-        """Returns a tape with these positions at its end."""
+        """Returns the tape with these positions appended."""
         return replace(self, pieces=(*self.pieces, *spans))
 
     def next(self, epoch: int) -> Tape:
-        """Returns the empty tape that takes this one's place."""
+        """Returns a new, empty tape with the next number."""
         return Tape(self.number + 1, epoch)
 
     def positions(self, places: Iterable[Span]) -> tuple[Span, ...]:
-        """Returns the positions at these places, in their order.
+        """Returns the positions at the given places of the tape, in order.
 
         Raises:
             ValueError: The tape is not so long.

@@ -1,4 +1,4 @@
-"""Expands plans into trees, which say which member sends which bytes to whom.
+"""Expands plans into trees, which say which member sends which bytes of the gradient buffer to which other member.
 
 Theory of operation. A plan (`PlanSpec`) is a rule that every member expands alike, from the view's members in rank
 order and the buffer's layout, without a message. The expansion is a list of trees, each over one *chunk* (a byte
@@ -76,7 +76,7 @@ _FEW = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shape:
-    """Shape of a tree without its bytes; all chunks that climb the same tree share one."""
+    """Parents and children in a tree, without its bytes; chunks that use the same tree share one."""
 
     root: str
     parent: Mapping[str, str]
@@ -87,7 +87,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Reduction tree of the bytes [start, stop) of the gradient buffer."""
+    """Tree that reduces the bytes [start, stop) of the gradient buffer."""
 
     start: int
     stop: int
@@ -107,7 +107,7 @@ class Tree:
         return self.stop - self.start
 
     def parent_of(self, member: str) -> str | None:
-        """Returns the member above this one; None at the root."""
+        """Returns the parent of a member; None for the root."""
         return self.shape.parent.get(member)
 
     def children(self, member: str) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class Tree:
 
 
 def expand(spec: PlanSpec, members: Sequence[str], nbytes: int, sections: Sequence[Span]) -> tuple[Tree, ...]:
-    """Returns all chunks of a buffer with their trees, in byte order.
+    """Returns all chunks of a gradient buffer in byte order, each with its tree.
 
     Args:
         spec: the plan.
@@ -131,7 +131,7 @@ def expand(spec: PlanSpec, members: Sequence[str], nbytes: int, sections: Sequen
 
 
 class OwnedSpans(NamedTuple):
-    """Sections of a buffer that the same members own, and reduce among themselves."""
+    """Parts of the gradient buffer that the same members own, who reduce them among themselves."""
 
     owners: tuple[str, ...]
     sections: tuple[Span, ...]
@@ -140,7 +140,7 @@ class OwnedSpans(NamedTuple):
 def expand_owned(
     spec: PlanSpec, members: Sequence[str], nbytes: int, owned: Sequence[OwnedSpans], links: Collection[Pair] = ()
 ) -> tuple[Tree, ...]:
-    """Returns all chunks of a buffer with the trees of their owners, in byte order.
+    """Returns all chunks of a gradient buffer in byte order, each with a tree over its owners.
 
     Sections of the same owners share one plan: `spec` where it fits these owners (see `plan_for`), else another one.
 
@@ -172,7 +172,7 @@ def expand_owned(
 
 
 def among(names: Sequence[str], links: Collection[Pair]) -> tuple[Pair, ...]:
-    """Returns the links between these members; none if every pair has one.
+    """Returns the links between these members; an empty result means that every pair has a link.
 
     Raises:
         PlanError: There are none, so that no links would mean every pair.
@@ -202,14 +202,14 @@ def _expand(spec: PlanSpec, names: tuple[str, ...], nbytes: int, borders: list[S
 
 
 def chunk_for(nbytes: int) -> int:
-    """Returns a chunk's size in bytes: small enough to overlap, large enough that handling it costs little
+    """Returns the bytes of a chunk: few enough for overlap, enough that the cost of handling a chunk is small
     (docs/LOG.md).
     """
     return 524288 if nbytes < _LARGE_NBYTES else 1 << 20
 
 
 def chunk_of(spec: PlanSpec, nbytes: int, members: int = 0) -> int:
-    """Returns the size in bytes of this plan's chunks in a buffer of `nbytes`.
+    """Returns the bytes of this plan's chunks for a buffer of `nbytes`.
 
     Trees drawn for slow links have chunks of a 256th of the buffer, 64 KiB to 1 MiB: on its way up and down a tree of
     height h a chunk is sent 2 h times one after the other, and the last one's way is hidden behind nothing. Beyond
@@ -227,7 +227,7 @@ def chunk_of(spec: PlanSpec, nbytes: int, members: int = 0) -> int:
 
 
 def shares(spec: PlanSpec, members: Sequence[str]) -> tuple[tuple[Shape, float], ...]:
-    """Returns a plan's trees, each with the fraction of a large buffer that it carries.
+    """Returns the trees of a plan, each with the fraction of a large buffer that it carries.
 
     Raises:
         PlanError: as `expand`.
@@ -254,7 +254,7 @@ def edges(spec: PlanSpec, members: Sequence[str]) -> frozenset[tuple[str, str]]:
 
 
 def check_plan(spec: PlanSpec) -> None:
-    """Refuses a plan that can fit no members at all: explicit trees must fit the members that they name.
+    """Refuses a plan that fits no set of members; explicit trees must fit the members that they name.
 
     Raises:
         PlanError: as `expand`; only ranges beyond a buffer's end cannot be seen here.
@@ -268,7 +268,7 @@ def check_plan(spec: PlanSpec) -> None:
 
 
 def misfit(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ()) -> str:
-    """Returns the reason why a plan cannot rule these members over these links; "" if it can.
+    """Returns why a plan cannot be used for these members and links; "" if it can.
 
     Args:
         spec: the plan.
@@ -296,7 +296,7 @@ def misfit(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ())
 
 
 def plan_for(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ()) -> tuple[PlanSpec, str]:
-    """Returns the plan for these members, and the reason in words.
+    """Returns the plan to use for these members, and the reason in words.
 
     It is `spec` where that fits (see `misfit`), else rotating, or the tree of fewest hops where links are missing.
 
@@ -314,7 +314,7 @@ def plan_for(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = (
 
 
 def fewest_hops(members: Sequence[str], links: Collection[Pair]) -> PlanSpec:
-    """Returns one tree, that of least height, over links of which nothing is known but that they exist.
+    """Returns a plan of one tree with the fewest hops, for links of unknown speed.
 
     Raises:
         PlanError: The links do not connect the members; names the parts.
@@ -335,8 +335,8 @@ def fewest_hops(members: Sequence[str], links: Collection[Pair]) -> PlanSpec:
 
 
 def _split(section: Span, chunk_nbytes: int, at_least: int) -> list[Span]:
-    """Returns chunks of nearly equal size, at most `chunk_nbytes`; at least `at_least` of them unless they would get
-    too small.
+    """Divides a part of the buffer into chunks of nearly equal size, at most `chunk_nbytes`, and at least `at_least`
+    chunks unless they would get too small.
     """
     start, stop = section
     low = start // ALIGNMENT  # borders lie on multiples of ALIGNMENT in the buffer, whatever the section begins at
@@ -372,7 +372,7 @@ def _members(members: Sequence[str]) -> tuple[str, ...]:
 
 
 def _arity(spec: PlanSpec) -> int:
-    """Returns the children per node of the balanced tree; also checks the plan's kind."""
+    """Returns the number of children per node in the balanced tree of a plan; refuses unknown kinds of plans."""
     match = re.fullmatch(r"tree(?::(\d+))?", spec.kind)
     if match:
         arity = int(match.group(1) or 2)
@@ -494,7 +494,7 @@ def _expand_user(spec: PlanSpec, names: tuple[str, ...], nbytes: int, sections: 
 
 
 def _weights(spec: PlanSpec) -> list[int]:
-    """Returns the trees' weights as integers, so that chunks computed from them are alike on every machine."""
+    """Returns the trees' weights as integers, so that every machine computes the same chunks."""
     for i, tree in enumerate(spec.trees):
         if tree.start or tree.stop:
             raise PlanError(
@@ -527,8 +527,8 @@ def _expand_weighted(spec: PlanSpec, names: tuple[str, ...], sections: list[Span
 
 
 def _apportioned(owed: Sequence[int], cells: int, least: int) -> list[int]:
-    """Returns the cells of a section that each tree gets: by what each is owed, but none for a tree that is owed less
-    than `least`.
+    """Returns the number of cells (aligned units) that each tree gets of a part of the buffer, in proportion to its
+    share `owed`; none below `least`.
     """
     top = max(owed)
     due = [o if o >= least or o == top else 0 for o in owed]
@@ -545,7 +545,7 @@ def _apportioned(owed: Sequence[int], cells: int, least: int) -> list[int]:
 
 
 def _take_turns(given: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Returns (tree, cells) of each chunk, at most `most` cells, so that at any point each tree has had its part."""
+    """Returns (tree, number of cells) for each chunk in order, with chunks of the trees interleaved in proportion."""
     turns: list[tuple[int, int, int]] = []
     for i, cells in enumerate(given):
         number = -(-cells // most)

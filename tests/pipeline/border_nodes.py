@@ -1,4 +1,6 @@
-"""Members with only links and border tensors; each can be a process of its own, as `stage_process.py` is."""
+"""Runs members that have only links and border tensors (those that stages exchange); each can be a process of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ DEADLINE_S = 60.0
 
 
 class BorderNode:
-    """Listener, links and an exchange; events of the links are kept.
+    """Node of a test: a listener, links and a border exchange; events of the links are recorded.
 
     Attributes:
-        exchange: For an executor.
-        chunks: Takes chunks of gradients; None: there are none.
+        exchange: Exchange for an executor.
+        chunks: Receiver of chunks of gradients; None: there are none.
         broken: (peer, evidence) of links that stand no more.
     """
 
@@ -44,7 +46,7 @@ class BorderNode:
         return Member(self.id, self.id.partition("~")[0], "host", "127.0.0.1", self.links.port)
 
     def connect(self, *others: Member) -> None:
-        """Asks for links to these members, and waits for them."""
+        """Opens links to these members, and waits until they are up."""
         self.loop.call(lambda: self.links.want(others))
         names = {m.id for m in others}
         with self._changed:
@@ -52,7 +54,7 @@ class BorderNode:
         assert not self._crashes, self._crashes
 
     def wait_broken(self) -> str:
-        """Returns the evidence of the first link that broke."""
+        """Waits for a link to break; returns the evidence given for it."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._crashes or self.broken, DEADLINE_S)
         assert not self._crashes, self._crashes

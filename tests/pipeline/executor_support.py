@@ -1,4 +1,6 @@
-"""Members of a pipeline as threads of one process: layers of an `nn.Sequential`, and an exchange without a network."""
+"""Runs the members of a pipeline as threads of one process: with the layers of an `nn.Sequential`, and an exchange in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class SequentialPass:
 
 
 class SequentialLayers:
-    """Layers of an `nn.Sequential`; the last stage gives `loss(x, batch)`. Specs say which tensors need a gradient."""
+    """Layers of an `nn.Sequential` for the executor; the last stage computes `loss(x, batch)`. Specs say which tensors
+    need a gradient.
+    """
 
     def __init__(self, net, loss):
         self.net, self.loss = net, loss
@@ -89,7 +93,7 @@ class SequentialLayers:
 
 
 class Post:
-    """Messages between members, held until they are taken or their attempt ends."""
+    """In-memory store of the border tensors between members, kept until they are taken or their attempt ends."""
 
     def __init__(self):
         self.lock = threading.Condition()
@@ -106,7 +110,7 @@ class Post:
 
 
 class MemoryExchange:
-    """End of one member at a `Post`."""
+    """Exchange of one member that sends and takes border tensors through a `Post`."""
 
     def __init__(self, post, me):
         self.post, self.me, self.looks = post, me, 0
@@ -170,7 +174,7 @@ class Member:
 
 
 def run_all(members, view, batches, weights, attempt=FIRST, empty=(), call=None):
-    """Runs all members, a thread each; returns their sums by name, or the error of an attempt that was ended."""
+    """Runs all members, a thread each; returns by name their sums, or the error of an attempt that was ended."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
@@ -193,7 +197,7 @@ def run_all(members, view, batches, weights, attempt=FIRST, empty=(), call=None)
 
 
 def plan_of(cuts, micro_batches, **more):
-    """Returns a plan over members a, b, c, ... in order; a cut has a pipeline's borders."""
+    """Returns a plan over members a, b, c, ... in order; each cut lists the stage borders of a pipeline."""
     names = iter("abcdefghijklm")
     rows = [
         Pipeline(tuple(PlanStage(next(names), a, b) for a, b in pairwise(c)), m)
@@ -205,8 +209,8 @@ def plan_of(cuts, micro_batches, **more):
 
 
 def detoured():
-    """Returns pipelines of DP 2, PP 2 with 2 + 3 micro-batches of 4 layers; c runs the first two layers of micro-batch
-    1 for a.
+    """Returns two pipelines of two stages, with 2 and 3 micro-batches, in which c runs the first two layers of
+    micro-batch 1 for a.
     """
     plan = plan_of([(0, 2, 4), (0, 2, 4)], [2, 3], detours=(Detour(1, 0, 2, "c"),))
     lists = {
@@ -221,7 +225,7 @@ def detoured():
 
 
 def vacant():
-    """Returns the same pipelines after b is lost: d runs the last layers of all micro-batches."""
+    """Returns the two pipelines of two stages after the loss of b: d runs the last layers of all micro-batches."""
     rows = (
         Pipeline((PlanStage("a", 0, 2), PlanStage("", 2, 4)), 2),
         Pipeline((PlanStage("c", 0, 2), PlanStage("d", 2, 4)), 3),
@@ -238,7 +242,7 @@ def _instruction(text):
 
 
 def one_process(net, loss, batches, weights, order):
-    """Returns the sums of weighted gradients by parameter, as one process has them."""
+    """Returns the sums of weighted gradients, by parameter, from a run of all micro-batches in a single process."""
     net = copy.deepcopy(net)
     for j in order:
         (loss(net(batches[j][0]), batches[j]) * weights[j]).backward()
@@ -246,7 +250,7 @@ def one_process(net, loss, batches, weights, order):
 
 
 def summed(members):
-    """Returns the sums over members, by parameter; None where no member has any."""
+    """Returns the sums over members, by parameter; None for a parameter without a gradient at any member."""
     found = {}
     for m in members:
         for name, p in m.net.named_parameters():

@@ -1,4 +1,4 @@
-"""Small models for the tests of pipelines, and runs of them whole and in stages."""
+"""Makes small models for the tests of pipelines, and runs them whole and in stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY, WIDTH, LENGTH = 97, 32, 16
 
 
 class Block(nn.Module):
-    """Block of a transformer."""
+    """Transformer block."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Small GPT whose way through its blocks subclasses change."""
+    """Small GPT; subclasses override the way in which its blocks are called (`through`)."""
 
     def __init__(self, blocks: int = 4, tied: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class GPT(nn.Module):
 
 
 class Holder(nn.Module):
-    """Root module that holds others by name."""
+    """Root module that contains the given modules under the given names."""
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def run_cut(
     batch: Any,
     randomness: Randomness | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Runs a copy of the model in stages, each of which has its own copy without the other blocks.
+    """Runs a copy of the model in stages; each stage has a copy of its own, without the blocks of other stages.
 
     Returns:
         The result of the step, and the sums of the stages' gradients by name.
@@ -129,7 +129,7 @@ def run_whole(
     batch: Any,
     randomness: Randomness | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Runs a copy of the model as one stage; without randomness, without a chain."""
+    """Runs a copy of the model as one stage, or, if no randomness is given, as a plain model."""
     mine = copy.deepcopy(model)
     if randomness is None:
         result = step_for(mine)(batch)
@@ -143,7 +143,7 @@ def run_whole(
 
 
 class Checkpointed(GPT):
-    """GPT that saves memory by checkpointing each block."""
+    """GPT that checkpoints the activations of each block."""
 
     reentrant = False
 
@@ -154,7 +154,7 @@ class Checkpointed(GPT):
 
 
 class Segments(GPT):
-    """GPT with one activation checkpoint for all blocks."""
+    """GPT that runs all of its blocks within one activation checkpoint."""
 
     def through(self, x: Tensor, mask: Tensor) -> Tensor:
         return checkpoint(super().through, x, mask, use_reentrant=False)
@@ -168,7 +168,7 @@ def assert_equal(
     batch: Any,
     randomness: Randomness | None = None,
 ) -> None:
-    """Checks that results and gradients in stages are those of the whole, bit for bit."""
+    """Checks that the results and gradients of a run in stages equal those of the whole model, bit for bit."""
     result, gradients = run_whole(model, path, step_for, batch, randomness)
     cut, cut_gradients = run_cut(model, path, cuts, step_for, batch, randomness)
     assert torch.equal(result, cut)
@@ -177,12 +177,12 @@ def assert_equal(
 
 
 def images() -> tuple[Tensor, Tensor]:
-    """Returns a batch of images and classes."""
+    """Returns a batch of images and class labels."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 3, 12, 12, generator=generator).to(memory_format=torch.channels_last)
     return x, torch.randint(0, 10, (4,), generator=generator)
 
 
 def image_step(model: Any) -> Callable[[Any], Tensor]:
-    """Returns the training step of a net named "net"."""
+    """Returns the training step of a model whose network is the module "net"."""
     return lambda batch: F.cross_entropy(model.net(batch[0]), batch[1])

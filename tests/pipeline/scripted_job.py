@@ -1,4 +1,4 @@
-"""Engines in threads of one process, and a script in the scheduler's place, which decides the views.
+"""Runs engines in threads of one process, with a script in place of the scheduler that decides the views.
 
 Engines are the product's, with links, the machine of a member, transfers and units. The script founds the job, decides
 after a member's death, and announces views; it knows no rule but those that a test needs.
@@ -59,13 +59,13 @@ CONFIG = {
 
 
 def positions(step, j, batch):
-    """Returns the positions in the epoch of a micro-batch's samples, for a step."""
+    """Returns the positions of the epoch that a micro-batch of a step uses."""
     start = 1000 * step + 100 * j
     return (Spent("", 0, ((start, start + len(batch[0])),)),)
 
 
 class Control:
-    """Stand-in for a control stream: this member's messages are kept."""
+    """Stand-in for a control stream, which records this member's messages."""
 
     def __init__(self, said):
         self.send = said.append
@@ -77,7 +77,7 @@ class Control:
 
 
 class Held:
-    """Parts of a model with one optimizer."""
+    """Model parts and optimizer of one member, as the engine asks for them."""
 
     def __init__(self, net, parts, optimizer):
         self.memory = ModelMemory(net, 1, "cpu")
@@ -103,7 +103,7 @@ class Held:
 
 
 class ScriptedMember:
-    """Engine with a model; it has memory only for the parts that it holds."""
+    """Member with a real engine and a copy of the model, in which only the parts that it holds have memory."""
 
     def __init__(self, job, name, net, layers_for, make_optimizer, config):
         self.job, self.name = job, name
@@ -143,7 +143,7 @@ class ScriptedMember:
             assert self.loop.call_and_wait(lambda m=message: self.shell.control(m), DEADLINE_S)
 
     def found(self, view):
-        """Places the member at GENESIS, with the parts that it makes in the view."""
+        """Puts the member into the founding view, with the parts that it makes there."""
         parts = division(view)
         made = [parts.names[p] for start, stop in parts.made(self.name) for p in range(start, stop)]
         self.held.memory.leave_out([n for n, part in self.job.parts.part_of.items() if part not in made])
@@ -160,16 +160,16 @@ class ScriptedMember:
         )
 
     def join(self):
-        """Joins like a process that has just been started: it has memory for no part."""
+        """Joins as a newly started process, with memory for no part."""
         self.held.memory.leave_out(list(self.job.parts.part_of))
         return self.engine.join(fingerprint={}, quota=1, accumulate=1, state=self.rest)
 
     def last(self, kind):
-        """Returns the member's last message of this kind; None if there is none."""
+        """Returns the newest message of a kind that the member has sent; None if there is none."""
         return next((s for s in reversed(self.said) if isinstance(s, kind)), None)
 
     def train(self, steps, batches, weights):
-        """Makes optimizer steps, each over all micro-batches; returns the headers."""
+        """Makes optimizer steps, each over all micro-batches; returns their headers."""
         torch.set_num_threads(1)
         headers = []
         while len(headers) < steps and not self.engine.out:
@@ -191,7 +191,7 @@ class ScriptedMember:
         return headers
 
     def after_commit(self, outcome):
-        """Runs before the optimizer steps; subclasses use it."""
+        """Hook for subclasses, called after a commit and before the optimizer steps."""
 
     def _attempt(self, attempt, view, seq):
         self.attempts.append((view.id, seq))
@@ -214,7 +214,7 @@ class ScriptedMember:
 
 
 class ScriptedJob:
-    """Members and the script."""
+    """Job of scripted members, with methods that act as the scheduler."""
 
     def __init__(self, net, names, layers_for, make_optimizer, config=None):
         self.parts = parts_of(net)
@@ -223,7 +223,7 @@ class ScriptedJob:
         self.number = 0
 
     def view(self, pipelines, members, leaving=(), joiners=()):
-        """Returns the next view, with pipelines of these members."""
+        """Returns a view with the next number, in which these members run the given pipelines."""
         self.number += 1
         text = replace(pipelines, shared=self.shared).to_json()
         return View(
@@ -246,7 +246,7 @@ class ScriptedJob:
         return view
 
     def welcome(self):
-        """Gives the members their ids, and makes them link up."""
+        """Gives the members their ids, and has them open links to each other."""
         rows = {m.name: m.member for m in self.members}
         for m in self.members:
             m.hear(
@@ -259,7 +259,9 @@ class ScriptedJob:
             until(lambda m=m: any(isinstance(s, Ready) for s in m.said), f"links of {m.name}")
 
     def recover(self, pipelines, members):
-        """Recovers like the scheduler after a death: all go on with this view from the newest header that any has."""
+        """Acts as the scheduler after a death: the remaining members go on in a new view, from the newest header that
+        any of them has.
+        """
         self.number += 1
         number = ViewId(1, self.number)
         for m in members:
@@ -274,14 +276,14 @@ class ScriptedJob:
         return view
 
     def announce(self, pipelines, members, leaving=()):
-        """Announces a view that the next header carries; returns it."""
+        """Announces a view to all members, to come into force with the next header; returns the view."""
         view = self.view(pipelines, members, leaving)
         for m in self.members:
             m.hear(NextView(view))
         return view
 
     def train(self, steps, batches, weights, members=None, meanwhile=lambda: None):
-        """Trains all members; returns their headers by name, or the error of one that died."""
+        """Trains all members; returns by name their headers, or the error of a member that died."""
         members = members or self.members
 
         def one(member):
@@ -296,7 +298,7 @@ class ScriptedJob:
         return {name: f.result() for name, f in futures.items()}
 
     def parameters(self, members=None):
-        """Returns the parameters by name, at the members that have them; all owners' are equal."""
+        """Returns the parameters by name; checks that all members that have one have equal values."""
         found = {}
         for m in members or self.members:
             for name, p in m.net.named_parameters():
@@ -311,11 +313,11 @@ class ScriptedJob:
 
 
 class DeathError(Exception):
-    """Death of this member."""
+    """Error with which a member's training thread ends when the member dies."""
 
 
 class Dying:
-    """Plan by which a member dies before a unit of its own, and the others recover with other pipelines."""
+    """Staged death: a member dies before a given unit of its own, and `recover` puts the others into new pipelines."""
 
     def __init__(self, job, member, at, pipelines):
         self._job, self._member, self._pipelines = job, member, pipelines

@@ -1,4 +1,4 @@
-"""Runs one member of a pipeline as a process: links of its own, and one optimizer step. Started by
+"""Runs one member of a pipeline for one optimizer step in a process of its own, with real links; started by
 `test_two_processes.py`.
 
 It writes its port, reads the others' members as JSON, runs its units, and writes gradients and parameters to a file.
@@ -45,7 +45,7 @@ def weight_of(batch):
 
 
 def step_of(net, total):
-    """Makes one step of SGD over the sums in `.grad`, divided by all weights."""
+    """Makes one step of SGD with the sums in `.grad` divided by the total weight."""
     for p in net.parameters():
         if p.grad is not None:
             p.grad /= total

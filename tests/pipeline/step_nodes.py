@@ -1,4 +1,4 @@
-"""Members of a pipeline with only links, gradients and border tensors: a `PipelineStep` each."""
+"""Runs members of a pipeline that have only links, gradients and border tensors, with a `PipelineStep` each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, LinkSpec, Plan
 
 
 def parts_of(net):
-    """Returns the parts of an `nn.Sequential` whose children are the layers; tied parameters are shared."""
+    """Returns the parts of an `nn.Sequential` whose children are the layers; tied parameters become shared parts."""
     users: dict[int, set[int]] = {}
     for layer, block in enumerate(net):
         for _, _, _, tensor in named_tensors(block):
@@ -46,13 +46,13 @@ def layers_of(view, member):
 
 
 def owners_of(parts, view, members):
-    """Returns by part its owners, the oldest first."""
+    """Returns the owners of each part, the oldest first."""
     owned = {m: parts.owned_by(layers_of(view, m)) for m in members}
     return {part: [m for m in members if part in owned[m]] for part in parts.users}
 
 
 class StepMember:
-    """Member with a copy of the model; it has memory only for the parts that it owns."""
+    """Member with links, a `PipelineStep` and a copy of the model, in which only the parts that it owns have memory."""
 
     def __init__(self, job, name, net, layers_for):
         self.job, self.name = job, name
@@ -89,7 +89,7 @@ class StepMember:
         return self.reducer.memory.layout.owned(owners_of(self.job.parts, self.job.pipelines[view.id], view.ids()))
 
     def own(self, view):
-        """Frees the parts that this member does not own in the view."""
+        """Frees the parts that this member does not own in a view."""
         owned = self.job.parts.owned_by(layers_of(view, self.name))
         self.model_memory.leave_out([n for n, part in self.job.parts.part_of.items() if part not in owned])
         self.step.remember_base()
@@ -100,7 +100,7 @@ class StepMember:
         return self.step.run(number, batches.__getitem__, weights.__getitem__)
 
     def end(self, view):
-        """Ends attempts as the I/O thread does at a recovery."""
+        """Ends the attempts of this and older views, as the I/O thread does in a recovery."""
         self.reducer.drop(view)
         self.node.links.drop(view)
         self.step.end(view)
@@ -111,13 +111,13 @@ class StepMember:
 
 
 class StepJob:
-    """Members with links to each other.
+    """Members of a pipeline with links to each other.
 
     Args:
         net: The model.
-        names: Of the members, the oldest first.
+        names: Names of the members, the oldest first.
         layers_for: Makes the layers of a copy of the model.
-        parts: Of the model.
+        parts: Parts of the model.
         links: Pairs of names; none: each pair.
     """
 
@@ -139,15 +139,15 @@ class StepJob:
             )
 
     def view(self, number, pipelines, members=None):
-        """Returns a view with these pipelines, which members know from now on."""
+        """Returns a view with the given number and members, and registers its pipelines."""
         rows = tuple(m.node.member for m in members or self.members)
         view = View(ViewId(1, number), ViewId(1, number - 1), rows, plan=PlanSpec("rotating", 16384), links=self.links)
         self.pipelines[view.id] = pipelines
         return view
 
     def run(self, attempt, view, number, batches, weights, empty=(), members=None):
-        """Runs an attempt at all members, a thread each; returns their contributions by name, or the error that ended
-        it.
+        """Runs an attempt at all members, a thread each; returns by name their contributions, or the error that ended
+        the attempt.
         """
         members = members or self.members
         torch.set_num_threads(1)
@@ -172,7 +172,7 @@ class StepJob:
             m.node.loop.call_and_wait(lambda m=m: m.end(view), DEADLINE_S)
 
     def commit(self, seq, given, members=None):
-        """Makes the header of these contributions and applies it at all members."""
+        """Makes the header for these contributions and commits it at all members; returns the header."""
         shares = equal_shares((c.weight, 1.0) for c in given.values())
         nbytes = max(len(c.presence) for c in given.values())
         presence = bytes(sum_bits(c.presence[i] for c in given.values() if i < len(c.presence)) for i in range(nbytes))
@@ -194,7 +194,7 @@ def sum_bits(values):
 
 
 class Ending:
-    """Check that makes one member end the attempt at its n-th look, for all members, as a recovery does.
+    """Staged recovery: when one member checks its attempt for the n-th time, the attempt ends at all members.
 
     The member that looks goes on once the attempt has ended at all of them, so the attempt always ends there.
 

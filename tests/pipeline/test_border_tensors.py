@@ -1,4 +1,6 @@
-"""Border tensors in frames: written ones are read again, and hostile bytes are refused by name."""
+"""Tests border tensors (activations and gradients between stages) in frames: they are read back, and hostile bytes are
+refused.
+"""
 
 from __future__ import annotations
 

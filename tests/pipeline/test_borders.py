@@ -1,4 +1,6 @@
-"""Border tensors over links: attempts, waiting and refused frames, and real bytes between members."""
+"""Tests the exchange of border tensors over links: attempts, waiting, refused frames, and real bytes between
+members.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ KEY, BACK = BorderKey(FORWARD, 1, 1), BorderKey(BACKWARD, 0, 2)
 
 
 class Sent:
-    """Exchange with a record of the frames that it has sent."""
+    """Border exchange that records the frames it sends."""
 
     def __init__(self, limit_nbytes: int = 1 << 20) -> None:
         self.frames: list[tuple] = []
@@ -31,7 +33,7 @@ class Sent:
 
 
 def deliver(exchange, peer, attempt, key, payloads):
-    """Gives an exchange these frames, as a link does; returns whether they were taken."""
+    """Delivers frames to an exchange as a link does; returns whether all were accepted."""
     kind = FrameType.FORWARD if key.kind == FORWARD else FrameType.BACKWARD
     taken = []
     for payload in payloads:
@@ -196,7 +198,9 @@ def test_what_waits_is_bounded():
 
 
 def test_who_joins_again_begins_with_any_view():
-    """Views of another chain are numbered anew, so they may be older than those that were dropped."""
+    """A member that joins again accepts views with lower numbers than those dropped before, since another chain numbers
+    its views anew.
+    """
     exchange = opened()
     deliver(exchange, "a~1", NEXT, KEY, write(a_border()))
     exchange.drop(LATER.view)

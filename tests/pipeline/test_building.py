@@ -1,4 +1,4 @@
-"""Models that are built without memory, of which a member makes the parts that it owns."""
+"""Tests models built without memory, in which a member makes only the parts that it owns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on_meta(build: Build, seed: int = 7) -> tuple[Any, ModelMemory]:
 def owning(
     way: Callable[[Build], tuple[Any, ModelMemory]], build: Build, layers: Iterable[int]
 ) -> tuple[Any, ModelParts]:
-    """Returns a model with the parts that the owner of some layers owns."""
+    """Returns a model in which only the parts of an owner of these layers have memory, and its parts."""
     model, memory = way(build)
     chain = LayerChain(model, "blocks", step_of(model))
     parts = find_parts(chain, tokens())
@@ -163,7 +163,7 @@ def test_the_default_type_is_the_one_of_the_constructor() -> None:
 
 
 class Bare(nn.Module):
-    """Norm whose values only its constructor sets."""
+    """Norm without `reset_parameters`, whose values only its constructor sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Bare(nn.Module):
 
 
 class WithBare(GPT):
-    """GPT with a bare norm before the head."""
+    """GPT with a norm that only its constructor initializes, before the head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compares a cut with the whole model before training."""
+"""Tests the comparison, before training, of a model in stages with the whole model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_statistics_count_once_and_come_back() -> None:
 
 
 class Residual(nn.Module):
-    """Block as of torchvision's ResNet, which writes to its own sum."""
+    """Residual block as in torchvision's ResNet, which adds to its result in place."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def stretched(model: nn.Module, step: Any, batch: Any, path: str = "blocks") -> 
 
 
 def freed(model: nn.Module) -> list[Tensor]:
-    """Frees the tensors of a model; returns them."""
+    """Frees all tensors of a model; returns them."""
     ModelMemory(model, 1, "cpu").leave_out([name for name, *_ in named_tensors(model)])
     return [t for *_, t in named_tensors(model)]
 
@@ -181,7 +181,7 @@ def test_short_chains_are_one_stretch(blocks: int) -> None:
 
 
 class Sneaky(Block):
-    """Block that hands a tensor to the next block of this class by another way than its output."""
+    """Block that passes a tensor to the next block of its class through shared state, not through its output."""
 
     kept: list[Tensor]
 
@@ -209,7 +209,9 @@ def test_what_passes_by_another_way_is_found_in_a_stretch(first: int) -> None:
 
 
 def before_training(model: nn.Module, step: Any, memory_nbytes: int) -> str:
-    """Compares a model whose layers need 30 bytes each."""
+    """Runs the check before training for a model whose layers need 30 bytes each; returns the words about what was
+    compared.
+    """
     chain = LayerChain(model, "blocks", step, randomness=Randomness(3))
     layer = Layer(name="", forward_s=1, backward_s=1, parameter_nbytes=10, gradient_nbytes=10)
     layers = tuple(replace(layer, name=f"{i}") for i in range(len(chain)))
@@ -245,7 +247,9 @@ def test_memory_decides_what_is_compared(nbytes: int, words: str, monkeypatch: p
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("too much"), ValueError("no weights")])
 def test_what_cannot_be_compared_is_told_and_is_no_reason_to_end(error: Exception) -> None:
-    """The user's code may refuse made-up values; an error with the model's own values is the user's own."""
+    """An error that the user's step raises on made-up values, or for lack of memory, skips the comparison with a note;
+    with real weights a ValueError is raised.
+    """
 
     def raises(model: Any, calls: list[int]) -> Any:
         def step(batch: Any) -> Tensor:

@@ -1,4 +1,6 @@
-"""Models run in stages: equal to the whole, bit for bit, or refused by name."""
+"""Tests models run in stages: the results equal those of the whole bit for bit, or the model is refused with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -232,7 +234,7 @@ def refused(model: nn.Module, words: str, step_for: Any = step_of, cuts: tuple[i
 
 
 def through(way: Any, kind: type[GPT] = GPT) -> GPT:
-    """Returns a GPT that goes this way through its blocks."""
+    """Returns a GPT whose blocks are called by the given function."""
     return type("Other", (kind,), {"through": way})()
 
 
@@ -399,7 +401,9 @@ def test_a_weight_of_another_stage_is_named_when_it_is_used() -> None:
 
 
 def test_a_call_outside_of_units_is_refused_where_a_weight_is_absent() -> None:
-    """A hook that runs the model would get NaN."""
+    """A hook that calls the model outside of a step is refused at a member without all weights, instead of
+    getting NaN.
+    """
     model, seen = GPT(), []
     step = step_of(model)
     chain = LayerChain(model, "blocks", lambda batch: seen.append(chain.is_last) or step(batch))

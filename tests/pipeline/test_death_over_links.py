@@ -1,5 +1,5 @@
-"""DP 2 x PP 2 over real links: a member dies in the middle of a step, and the others run the step again on other
-routes.
+"""Tests two pipelines of two stages over real links: a member dies in the middle of a step, and the others run the step
+again on other routes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DeathError(Exception):
 
 
 def numbered(view):
-    """Returns the same pipelines with ids of members, whose numbers say which one dials."""
+    """Returns the pipelines with member ids instead of names; the number in an id decides which end of a link dials."""
     text = view.to_json()
     for number, name in enumerate("abcd", 1):
         text = text.replace(f'"{name}"', f'"{name}~{number}"')
@@ -40,7 +40,7 @@ def a_loss(x, batch):
 
 
 class LinkedMember:
-    """Member whose borders go over links, and which may die as it begins a unit."""
+    """Member that exchanges border tensors over links, and may die before a given unit."""
 
     def __init__(self, name, net):
         self.name, self.net, self.dies_at = name, copy.deepcopy(net), None
@@ -64,7 +64,7 @@ class LinkedMember:
         return self.executor.run(StepWork(attempt, 1, units, batches.__getitem__, lambda j: 1.0))
 
     def recover(self, view):
-        """Ends the attempt, as an answer to Prepare does."""
+        """Ends attempts of a view, as a member does when the scheduler's Prepare begins a recovery."""
         self.node.links.drop(view)
         self.node.exchange.drop(view)
 

@@ -1,4 +1,6 @@
-"""A model is described to the planner before training, whichever of its parts have memory here."""
+"""Tests the description of a model for the planner before training, whichever of its parts have memory at this
+member.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def described(
 
 
 def absent(model: nn.Module) -> ModelMemory:
-    """Frees all tensors of a model."""
+    """Frees all tensors of a model; returns the memory that can make them again."""
     memory = ModelMemory(model, 1, CPU)
     memory.leave_out([name for name, *_ in named_tensors(model)])
     return memory
@@ -112,7 +114,7 @@ def test_a_weight_of_several_layers_counts_at_each() -> None:
 
 
 class Clock:
-    """Clock of the test's own: it moves where its maker's thread looks at it or sleeps, and at nothing else.
+    """Fake clock that advances only when its thread reads it or sleeps.
 
     Threads that earlier tests left behind sleep as ever.
     """
@@ -134,7 +136,7 @@ class Clock:
 
 
 class Slow(GPT):
-    """GPT whose blocks sleep, each for another time."""
+    """GPT that sleeps after each block, for different times."""
 
     SLEEPS_S = (0.0, 0.04, 0.0, 0.06)
 
@@ -146,7 +148,7 @@ class Slow(GPT):
 
 
 def only_largest(layers: Sequence[Layer]) -> int:
-    """Returns memory in bytes for any one layer with its gradients and activations, but not for all of them."""
+    """Returns bytes of memory enough for any single layer with gradients and activations, but not for all layers."""
     return max(x.parameter_nbytes + x.gradient_nbytes + x.activation_nbytes for x in layers) + 5 * LENGTH * LENGTH
 
 
@@ -181,7 +183,7 @@ def test_times_and_bytes_are_alike_however_they_are_measured(
 
 
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Returns a list to which each stretch of layers that is run with gradients is added."""
+    """Returns a list that records each run of consecutive layers with gradients."""
     found: list[tuple[int, int]] = []
     run = LayerChain.run
 
@@ -195,7 +197,9 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_a_whole_that_keeps_too_much_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters and gradients of the whole model fit, and the activations of a micro-batch do not."""
+    """If parameters and gradients of the whole model fit into memory but its activations do not, layers are measured
+    one by one.
+    """
     model = GPT()
     layers = described(model).layers
     state = sum(x.parameter_nbytes + x.gradient_nbytes for x in layers)

@@ -1,4 +1,4 @@
-"""Memory of a member's device: the given one, or the machine's, shared among its members."""
+"""Tests the memory of a member's device: as given, or the machine's, shared among its members."""
 
 from __future__ import annotations
 

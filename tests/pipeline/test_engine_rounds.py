@@ -1,4 +1,6 @@
-"""Engines run rounds of evaluation: forward passes over the routes of a step, closed by a collective (P17)."""
+"""Tests evaluation rounds of engines: forward passes over the routes of a training step, closed by a collective
+(P17).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def call(given):
 
 
 class Rounds:
-    """Rounds at the members of a job, a thread each."""
+    """Evaluation rounds of a job, run in a thread for each member."""
 
     def __init__(self, job, batches):
         self.job, self.batches = job, batches
@@ -101,7 +103,7 @@ def expected(net, batches, count=MICRO_BATCHES):
 
 
 def assert_round(results, values):
-    """Checks that all members have the values of all batches."""
+    """Checks that all members have the same header and the expected value of each batch."""
     assert len({header.hash for header, _ in results.values()}) == 1
     for _, found in results.values():
         assert [found[j][1] for j in sorted(found)] == values
@@ -146,7 +148,9 @@ def test_rounds_and_steps_follow_each_other(job):
 
 @pytest.mark.parametrize("at", [0, 2])
 def test_the_others_run_the_round_again_when_a_member_dies_in_it(job, at):
-    """The closed round before stays; the step after the repeated round is the same as without the death."""
+    """A round in which a member dies is run again by the others, with the right values; earlier rounds and the next
+    training step are not affected.
+    """
     net, batches = a_net(tied=True), batches_of(MICRO_BATCHES)
     weights, made = weights_of(batches), job(net, NAMES)
     first = made.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))

@@ -1,4 +1,6 @@
-"""Engines run steps as units: founding by parts, reruns after a death, moves of layers with optimizer state."""
+"""Tests pipeline steps of engines: founding by parts, reruns after a death, and moves of layers with optimizer
+state.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def test_founders_pull_what_others_make_and_train_as_one_process(jobs, shape, ti
 
 @pytest.mark.parametrize("at", [0, 3, 5, 6])
 def test_the_others_run_a_step_again_when_a_member_dies_in_it(jobs, at):
-    """A member dies with the second step under way; momentum of its layers is at the other owner."""
+    """A member dies in the second step; the others run the step again, with the momentum of its layers from their other
+    owner.
+    """
     net, (batches, weights) = a_net(tied=True), equal()
     job = jobs(net, NAMES)
     first = job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
@@ -114,7 +118,9 @@ def test_the_others_run_a_step_again_when_a_member_dies_in_it(jobs, at):
 
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
 def test_a_layer_moves_with_its_optimizer_state(jobs, make_optimizer):
-    """A header carries a view of other cuts: the new owner pulls, the old one drops the part a header later."""
+    """The next view moves layer 1 to another member, which pulls it with optimizer state; the old owner drops it one
+    header later.
+    """
     net, (batches, weights) = a_net(norm=False), equal()
     job = jobs(net, NAMES[:2], make_optimizer)
     before = job.found(pipelines([(0, 2, 4)], [5]))
@@ -138,7 +144,9 @@ def test_a_layer_moves_with_its_optimizer_state(jobs, make_optimizer):
 
 
 def test_parts_move_with_a_decision_in_the_middle_of_a_step(jobs):
-    """The survivors get another plan: a keeps one of its layers, c the other one."""
+    """After a death in a step the recovery divides layers 0 and 1, which a and c both owned, between them; training
+    goes on as in one process.
+    """
     net, (batches, weights) = a_net(), equal()
     job = jobs(net, NAMES)
     job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
@@ -157,8 +165,8 @@ def test_parts_move_with_a_decision_in_the_middle_of_a_step(jobs):
 
 
 def test_a_member_without_the_part_pulls_it_from_its_owner_after_a_decision(jobs):
-    """Member d takes layer 1 over in the middle of a step; c stands by from then on, and drops its layers with the
-    header.
+    """After a death in a step the recovery gives layer 1 to d, which pulls it from an owner; c stands by, and its
+    layers are freed.
     """
     net, (batches, weights) = a_net(), equal()
     job = jobs(net, NAMES)
@@ -175,7 +183,9 @@ def test_a_member_without_the_part_pulls_it_from_its_owner_after_a_decision(jobs
 
 
 def test_a_step_that_is_handed_on_is_stepped_before_memory_is_laid_out_anew(jobs):
-    """The second header reaches b alone, and a dies. The decision moves parts, and c and d commit before they move."""
+    """A header reaches only b before a dies; c and d receive it in the recovery, and commit its step before
+    parts move.
+    """
     net, (batches, weights) = a_net(), equal()
     job = jobs(net, NAMES)
     job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
@@ -229,7 +239,9 @@ def used(steps, batches):
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_all_members_know_norm_losses_and_samples_of_a_step(jobs, dies):
-    """The values are right even if the step ran again after a death; each position is spent once."""
+    """Norm, losses and samples of a step are right and equal at all members, even if the step ran again after a
+    death.
+    """
     net, (batches, weights) = a_net(tied=True), equal()
     job = jobs(net, NAMES)
     job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
@@ -283,8 +295,8 @@ def test_members_clip_alike_by_the_norm_of_the_whole(jobs):
 
 
 def in_groups(net, batches, weights, steps):
-    """Trains in one process: in each step each group's micro-batches move the buffers from where it began; these are
-    averaged.
+    """Trains in one process as reference: in each step every group of micro-batches starts from the same buffers, which
+    are then averaged.
     """
     net = copy.deepcopy(net)
     optimizer = momentum(net.parameters())
@@ -305,7 +317,7 @@ def in_groups(net, batches, weights, steps):
 
 
 def tensors(members):
-    """Returns parameters and buffers by name; checks that all owners' are equal."""
+    """Returns parameters and buffers by name; checks that all owners have equal values."""
     found = {}
     for m in members:
         for name, t in (*m.net.named_parameters(), *m.net.named_buffers()):
@@ -328,7 +340,9 @@ def test_running_statistics_are_those_of_the_owners_micro_batches(jobs, groups):
 
 
 def test_running_statistics_of_a_step_that_runs_again_count_each_micro_batch_once(jobs):
-    """After the death d runs the last layers of all micro-batches, in the order of its list."""
+    """When a step runs again after a death, the running statistics count each micro-batch once, in the order in which d
+    then runs them.
+    """
     net, (batches, weights) = a_net(norm=True), equal()
     job = jobs(net, NAMES)
     job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
@@ -341,7 +355,9 @@ def test_running_statistics_of_a_step_that_runs_again_count_each_micro_batch_onc
 
 
 def test_a_part_that_moves_within_a_step_has_the_buffers_of_its_base(jobs):
-    """Member d takes layer 1 over from members that have run micro-batches of the open step through it."""
+    """A layer that moves to d in the middle of a step starts there with the buffers of the last header, not with those
+    of micro-batches already run.
+    """
     net, (batches, weights) = a_net(norm=True), equal()
     job = jobs(net, NAMES)
     job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
@@ -356,7 +372,9 @@ def test_a_part_that_moves_within_a_step_has_the_buffers_of_its_base(jobs):
 
 
 def test_a_part_that_drifts_is_pulled_anew_and_no_view_changes(jobs, caplog):
-    """One element at one owner flips between two steps; the header after the next step names it."""
+    """One changed element at one owner is found by the state hash; that owner pulls the part anew, and the view
+    stays.
+    """
     net, (batches, weights) = a_net(norm=False), equal()
     job = jobs(net, NAMES, state_hash_every=1)
     founded = job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))

@@ -1,5 +1,5 @@
-"""The executor: gradients as in one process over all plans, attempts that are dropped, and errors that name the
-cause.
+"""Tests the executor: gradients equal those of one process for all plans; dropped attempts; errors that name
+the cause.
 """
 
 from __future__ import annotations
@@ -429,7 +429,7 @@ def test_a_layer_that_raises_in_backward_is_named():
 
 
 class Remembers(nn.Module):
-    """Module that writes to its last output when it is called again."""
+    """Module that, when called again, writes to its previous output in place."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,6 @@
-"""Members that run a user's own step in stages: gradients as in one process, with dropout, tied weights and so on."""
+"""Tests members that run a user's own step in stages: gradients equal those of one process, with dropout, tied weights
+and so on.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ VIEWS = {
 
 
 class TakesTurns:
-    """Chain whose passes run one at a time: random numbers are the process's, and members are threads of one."""
+    """Chain that runs one pass at a time, since the members are threads that share the process's random numbers."""
 
     lock = threading.Lock()
 
@@ -85,14 +87,14 @@ def chain_of(path, step_for):
 
 
 def whole(model, path, step_for, batches, weights):
-    """Runs the same micro-batches in one member that runs all layers."""
+    """Runs the micro-batches in a single member with all layers, as reference."""
     view = ViewPipelines.of(plan_of([(0, 4)], [len(batches)]))
     member = Member(Post(), "a", model, None, chain_of(path, step_for))
     return run([member], view, batches, weights)
 
 
 def run(members, view, batches, weights, attempt=FIRST):
-    """Runs all members; returns the sums over them, and each one's own."""
+    """Runs all members; returns the gradient sums over all members, and each member's own results."""
     sums = run_all(members, view, batches, weights, attempt)
     return summed(members), sums
 

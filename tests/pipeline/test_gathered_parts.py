@@ -1,4 +1,6 @@
-"""The writer of a checkpoint reads the parts that it lacks from other members, at the header before the file."""
+"""Tests that the writer of a checkpoint reads the parts that it lacks from other members, as of the header before the
+file.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,11 @@ def jobs():
 
 
 def save(job, path, members=None, dies=None, meanwhile=lambda: None):
-    """Makes the two slots of a checkpoint at all members; the first one writes the file between them.
+    """Runs the two collectives of a checkpoint at all members; between them the first member writes the file.
 
     Args:
         dies: Member that is gone before the first one reads.
-        meanwhile: Called once it is gone.
+        meanwhile: Function called once that member is gone.
     """
     members = members or job.members
     gone = threading.Event()
@@ -71,7 +73,7 @@ def save(job, path, members=None, dies=None, meanwhile=lambda: None):
 
 
 def held(job, members=None):
-    """Returns the parts that members hold, as a checkpoint of one process has them."""
+    """Returns the members' parameters and optimizer states joined, as a single process would save them."""
     parameters, states = {}, {}
     for m in members or job.members:
         for at, (name, p) in enumerate(m.net.named_parameters()):
@@ -140,7 +142,9 @@ def test_parts_that_move_with_the_header_before_the_file_are_read_where_they_are
 
 
 def test_a_part_that_nobody_gives_is_an_error_in_time(jobs, tmp_path, monkeypatch):
-    """The only owner serves nothing, so the file fails; the slot that tells of the failure comes all the same."""
+    """If a part's only owner does not serve it, reading it fails within the time limit, and the collective that reports
+    the outcome still completes.
+    """
     monkeypatch.setattr("chaos_lightning.member.engine.READING_SHARE", 0.01)
     net, (batches, weights) = a_net(), equal()
     job = jobs(net, NAMES[:2])

@@ -1,4 +1,4 @@
-"""A member takes its parts from a checkpoint of the whole model."""
+"""Tests that a member loads its parts from a checkpoint of the whole model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(member: Holder, found: dict[str, Any]) -> LoadedParts:
 
 
 def check(member: Holder, whole: Holder, layers: Any) -> None:
-    """Checks that an owner's layers are as in `whole`, and that no other tensor has memory."""
+    """Checks that a member has the values of `whole` in the given layers, and memory for no other tensor."""
     wanted, names = values_of(whole.model), names_of(layers)
     for name, _, _, tensor in named_tensors(member.model):
         assert is_absent(tensor) == (name not in names), name
@@ -64,7 +64,9 @@ def test_a_member_takes_what_it_owns(tmp_path: Path, kind: str, owned: str) -> N
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_parts_get_their_values_when_they_get_memory(tmp_path: Path, kind: str) -> None:
-    """A plan is known later than the checkpoint is loaded; parts that have memory by then stay as they are."""
+    """Parts that get memory after the checkpoint was loaded are filled from it; parts that had memory before keep later
+    changes.
+    """
     whole = trained(kind)
     member = holding(trained(kind, steps=1), kind, (1,))
     loaded = load(member, saved(tmp_path, whole))
@@ -100,7 +102,7 @@ def test_a_member_that_owns_all_trains_on_as_one_process(tmp_path: Path) -> None
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("layers", [(0,), ()])
 def test_keys_and_shapes_are_reported_as_torch_reports_them(strict: bool, layers: Any) -> None:
-    """Missing keys and wrong shapes of parts at other members are reported, too."""
+    """Missing keys and wrong shapes are reported exactly as torch reports them, also for parts at other members."""
     whole = trained()
     state = whole.model.state_dict()
     state["middle.extra"] = state.pop("middle.bias")

@@ -1,4 +1,4 @@
-"""Maps parameters and buffers to parts."""
+"""Tests the mapping of parameters and buffers to parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""All members of a pipeline leave, each keeps its parts in a file, and the job goes on from these (protocol.md P13).
+"""Tests that all members of a pipeline can leave, keep their parts in files, and resume the job from these files
+(protocol.md P13).
 
 Engines are the product's, from their hello to the files; a script is in the scheduler's place.
 """
@@ -44,7 +45,7 @@ def kept(member):
 
 
 def parted(job, batches, weights, steps=1):
-    """Lets all members go by one header; returns the record that each of them keeps."""
+    """Lets all members leave with one header; returns the record that each of them keeps."""
     job.announce(BEFORE, (), job.members)
     job.train(steps, batches, weights)
     assert all(m.engine.out and m.engine.header.step == m.shell.machine.step for m in job.members)
@@ -52,8 +53,8 @@ def parted(job, batches, weights, steps=1):
 
 
 def come_back(job, number, pipelines, *, joiners, batches, weights, steps):
-    """Starts new processes with these pipelines; returns their heads as they come in, and headers of the steps that
-    they train.
+    """Starts new processes for these pipelines; returns for each its kept record, the tensors that it had, and the
+    headers of the steps it trains.
     """
     job.number = number
 
@@ -83,7 +84,9 @@ def come_back(job, number, pipelines, *, joiners, batches, weights, steps):
 
 
 def test_all_leave_and_all_come_back_from_their_files(jobs):
-    """The member that stood by comes back as an owner, and gets its parts from both of the others."""
+    """All members leave and come back from their files; one that had no layers before now gets some, from both of the
+    others.
+    """
     net, (batches, weights) = a_net(tied=True), equal()
     job = jobs(net, NAMES[:3])
     job.found(BEFORE)
@@ -114,7 +117,7 @@ def test_all_leave_and_all_come_back_from_their_files(jobs):
 
 
 def owned(member):
-    """Returns parameters, buffers and optimizer state of the layers that the member has memory for."""
+    """Returns parameters, buffers and optimizer state of the layers that a member has memory for."""
     found = {}
     for state in member.held.states([f"layer.{i}" for i in range(4)]):
         if not any(is_absent(t) for _, t in state.tensors()):
@@ -142,7 +145,9 @@ def test_what_comes_back_is_what_was_kept(jobs):
 
 
 def test_a_decision_that_lets_all_go_ends_the_step_that_is_open(jobs):
-    """One of two owners dies in a step, and the others had asked to leave: they part at the header before."""
+    """A member dies in a step while the others want to leave: the step is dropped, and all leave with the state of the
+    header before.
+    """
     net, (batches, weights) = a_net(), equal()
     job = jobs(net, NAMES)
     job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
@@ -201,7 +206,9 @@ def test_a_state_that_is_not_stepped_is_neither_kept_nor_given(jobs):
 
 
 def test_a_process_offers_a_file_that_no_other_one_offers(jobs):
-    """A process takes the file of a member of the same name; others take the remaining files, one each."""
+    """A process offers the file of an earlier member of its own name; processes with new names offer the remaining
+    files, one each.
+    """
     net, (batches, weights) = a_net(), equal()
     job = jobs(net, NAMES[:3])
     job.found(pipelines([(0, 1, 2, 4)], [5]))
@@ -218,6 +225,6 @@ def test_a_process_offers_a_file_that_no_other_one_offers(jobs):
 
 
 def hello_of(member):
-    """Returns the hello of a member that has not joined."""
+    """Returns the hello message of a member that has not joined."""
     member.found(member.job.view(BEFORE, ()))
     return member.engine._hello

@@ -1,4 +1,4 @@
-"""Shows a job's plan in a few lines, before training."""
+"""Tests the lines that show a job's plan before training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_one_pipeline_is_told_to_end_with_any_loss() -> None:
 
 
 def test_layers_with_one_owner_are_told() -> None:
-    """Five members, three of them in one pipeline, are cut so that no layer is without a second owner."""
+    """Warns about members whose loss would end or stop the job, if a layer has no other owner; says nothing if each
+    layer has two.
+    """
     lines = shown(job_of(5, 900 * MIB, layers=6), copies=1)
     assert not any("ends this job" in line for line in lines)
     rows = (("a", 0, 2), ("b", 2, 4)), (("k", 0, 2), ("", 2, 4))

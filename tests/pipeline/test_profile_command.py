@@ -1,4 +1,4 @@
-"""`chaos-lightning profile` with scripts of a user's, through the real command."""
+"""Tests the command `chaos-lightning profile` with users' scripts."""
 
 from __future__ import annotations
 
@@ -214,7 +214,9 @@ def test_a_lightning_script_is_profiled_without_a_changed_line(folder: Path) -> 
 def test_a_script_that_waits_for_others_trains_alone(
     folder: Path, script: tuple[str, ...], who: str, micro_batches: int
 ) -> None:
-    """No scheduler may listen at the job's endpoint, and no files of a job may be left."""
+    """Under `profile`, a script that would wait for other members trains alone, starts no scheduler, and leaves no
+    files of the job.
+    """
     state = folder / "state"
     chain = ("--chain", "net.blocks") if micro_batches == 1 and len(script) > 1 else ()
     words = ("profile", "--steps", "4", *chain, "--", "python", *script)

@@ -1,4 +1,4 @@
-"""Tests a file of measurements: the planner takes it as it is, whichever fleet it names."""
+"""Tests that the planner reads a written file of measurements as it is, for any fleet named in it."""
 
 from __future__ import annotations
 

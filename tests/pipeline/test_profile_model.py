@@ -1,4 +1,4 @@
-"""Measures a model while a user's loop trains it: bytes exactly, times by ratios that are huge."""
+"""Tests the measurement of a model in a user's loop: bytes exactly, and times by large ratios."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMPILING = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor t
 
 
 class Block(nn.Module):
-    """Linear layer and ReLU; may sleep in its forward pass."""
+    """Linear layer with ReLU, which may sleep in its forward pass."""
 
     def __init__(self, sleep_s: float = 0.0) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Text(nn.Module):
-    """Embedding, blocks, and a head that may be the embedding."""
+    """Model of an embedding, blocks, and a head that may share the embedding's weight."""
 
     def __init__(self, *blocks: nn.Module, tied: bool = False, run: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int = 1) -> None:
-    """Makes one step of a plain loop."""
+    """Makes one optimizer step of a plain training loop."""
     optimizer.zero_grad()
     for _ in range(accumulate):
         loss_of(model).backward()
@@ -94,7 +94,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int = 
 
 @pytest.fixture
 def measured() -> Iterator[Callable[..., Outcome]]:
-    """Function that measures a model in a loop of the caller's; afterwards no hook may be left anywhere."""
+    """Yields a function that measures a model in the caller's loop; afterwards checks that no hook is left."""
     real = torch.autograd.backward
     profilers: list[ModelProfiler] = []
 
@@ -123,7 +123,7 @@ def profile_of(outcome: Outcome) -> ModelProfile:
 
 
 def about_the_model(profile: ModelProfile) -> list[str]:
-    """Returns the notes, except the one about a busy machine."""
+    """Returns a profile's notes, except the one that appears when the machine is busy."""
     return [note for note in profile.notes if "half of the steps differ" not in note]
 
 
@@ -474,7 +474,9 @@ def test_a_chain_that_is_not_clear_is_asked_for(lists: tuple[int, ...], path: st
 
 
 def test_passes_of_stages_are_timed_though_they_overlap() -> None:
-    """Passes overlap as in 1F1B: the second micro-batch's forward pass comes before the first one's backward pass."""
+    """Overlapping passes are timed right: the second micro-batch's forward pass comes before the first one's backward
+    pass, as in 1F1B.
+    """
     blocks = [Block(), Block(SLEEP_S), Block()]
     timer = LayerTimer(blocks, LayerClock(torch.device("cpu")))
     timer.attach()
@@ -499,7 +501,9 @@ def test_passes_of_stages_are_timed_though_they_overlap() -> None:
 
 
 def test_stages_of_a_cut_model_are_timed() -> None:
-    """The first micro-batch is looked at more closely and may run twice: it does not count."""
+    """Each stage's layers are timed when a model runs in stages; the first micro-batch, which may run twice, does not
+    count.
+    """
     model = Text(Block(), Block(SLEEP_S), Block())
     chain = LayerChain(model, "net", lambda tokens: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
     timer = LayerTimer(chain.blocks, LayerClock(torch.device("cpu")), refuse=lambda error: None)

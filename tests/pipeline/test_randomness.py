@@ -1,4 +1,4 @@
-"""Random numbers depend on the computation, not on the member or the time at which it runs."""
+"""Tests that random numbers depend on what is computed, not on which member computes it or when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chaos_lightning.pipeline.randomness import Randomness
 
 
 class Careless(GPT):
-    """GPT whose activation checkpoints do not restore random numbers."""
+    """GPT with activation checkpoints that do not restore the state of random numbers."""
 
     def through(self, x: Tensor, mask: Tensor) -> Tensor:
         for block in self.blocks:
@@ -28,7 +28,7 @@ class Careless(GPT):
 
 
 class Between(GPT):
-    """GPT that draws random numbers between blocks, too."""
+    """GPT that also draws random numbers (dropout) between its blocks."""
 
     def through(self, x: Tensor, mask: Tensor) -> Tensor:
         for block in self.blocks:
@@ -44,7 +44,9 @@ def test_dropout_is_the_same_wherever_layers_run(kind: type[GPT], cuts: list[int
 
 
 def test_numbers_that_the_step_draws_are_the_same_in_all_stages() -> None:
-    """The step adds noise at the front and looks for it at the end, and draws a mixture of a batch."""
+    """Random numbers drawn by the user's step itself are equal in all stages, and results equal those of the whole
+    model.
+    """
 
     def noisy(model: Any) -> Any:
         def step(batch: tuple[Tensor, Tensor]) -> Tensor:

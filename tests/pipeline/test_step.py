@@ -1,4 +1,4 @@
-"""Steps of a pipeline over real links: units, all-reduce by part, attempts that are dropped, the average in `.grad`."""
+"""Tests pipeline steps over real links: units, all-reduce by part, dropped attempts, and the average in `.grad`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def weights_of(batches):
 
 
 def pipelines(cuts, micro_batches, names=NAMES, **more):
-    """Returns pipelines of these members in order, each by its cut."""
+    """Returns pipelines of these members in order; each cut lists the stage borders of a pipeline."""
     text = ViewPipelines.of(plan_of(cuts, micro_batches, **more)).to_json()
     for letter, name in zip("abcdefg", names, strict=False):
         text = text.replace(f'"{letter}"', f'"{name}"')
@@ -95,7 +95,7 @@ SHAPES = {
 
 
 def averages(job):
-    """Returns `.grad` by name at each owner; checks that bits are equal at all owners."""
+    """Returns the averaged gradients by name; checks that all owners have equal bits."""
     found = {}
     for m in job.members:
         for name, p in m.net.named_parameters():
@@ -176,7 +176,9 @@ def test_members_have_memory_for_what_they_own_alone(jobs):
     [("DP 1 x PP 2", 2), ("DP 1 x PP 2", 8), ("DP 1 x PP 2", 11), *[("DP 2 x PP 2", look) for look in (2, 4, 6, 7)]],
 )
 def test_a_step_that_runs_again_has_equal_bits(jobs, shape, look):
-    """The attempt ends before, between and after backward passes, with sums on their way; buffers count once."""
+    """An attempt ended at any point of a step is undone: the next one gives equal bits, and buffers count each
+    micro-batch once.
+    """
     names, make = SHAPES[shape]
     net, batches, view = a_net(norm=True, tied=True), batches_of(), make()
     weights = weights_of(batches)
@@ -202,7 +204,9 @@ def test_a_step_that_runs_again_has_equal_bits(jobs, shape, look):
 
 
 def test_an_attempt_that_ends_while_gradients_are_reduced_is_dropped(jobs):
-    """All units of one member have run, and another owner's sums do not come; the recovery ends the wait."""
+    """A member that has run all its units and waits for another owner's sums is freed from the wait when the attempt
+    ends, and its work is undone.
+    """
     net, batches, view = a_net(norm=True), batches_of(), pipelines([(0, 2, 4), (0, 2, 4)], [2, 3])
     job, first = begun(jobs, net, NAMES, view)
     second = job.view(2, view)
@@ -225,7 +229,7 @@ def test_an_attempt_that_ends_while_gradients_are_reduced_is_dropped(jobs):
 
 
 def test_the_others_run_the_step_again_after_a_death(jobs):
-    """The routes change, the owners of the remaining parts do not: the average is the same up to rounding."""
+    """After a death the others run the step again on other routes, and get the same average up to rounding."""
     net, batches, view = a_net(tied=True), batches_of(), pipelines([(0, 2, 4), (0, 2, 4)], [2, 3])
     weights = weights_of(batches)
     job, first = begun(jobs, net, NAMES, view)
@@ -272,7 +276,9 @@ def test_several_steps_train_as_one_process(jobs, optimizer):
 
 
 def test_buffers_are_averaged_over_micro_batches(jobs):
-    """Owners saw 2 and 3 micro-batches; all owners, and no other members, have the weighted mean."""
+    """The buffers of owners that ran 2 and 3 micro-batches become their weighted mean, at all owners and
+    nowhere else.
+    """
     net, batches, view = a_net(norm=True), batches_of(), pipelines([(0, 2, 4), (0, 2, 4)], [2, 3])
     job, the_view = begun(jobs, net, NAMES, view)
     given = job.run(SlotAttempt(the_view.id, 1), the_view, 1, batches, weights_of(batches))
@@ -328,7 +334,9 @@ def test_a_gradient_that_a_user_changes_after_it_was_sent_is_refused(jobs):
 
 
 def test_a_models_tied_embedding_is_reduced_over_the_owners_of_all_layers_that_use_it(jobs):
-    """A GPT runs its own training step: the embedding is used by the first and the last layers."""
+    """The tied embedding of a GPT, which the first and the last layers use, is reduced over the owners of all these
+    layers.
+    """
     torch.manual_seed(0)
     net = GPT(4, tied=True).double()
     chain = LayerChain(net, "blocks", step_of(net))
@@ -353,7 +361,7 @@ def test_a_models_tied_embedding_is_reduced_over_the_owners_of_all_layers_that_u
 
 
 def test_a_part_moves_between_steps(jobs):
-    """Layer 1 goes from a to b with the next view: its new owner has pulled it, and lays out its memory anew."""
+    """Between two steps layer 1 moves from a to b, which has pulled it; both steps give the right averages."""
     net, batches = a_net(norm=True), batches_of()
     weights = weights_of(batches)
     before, after = pipelines([(0, 2, 4)], [5]), pipelines([(0, 1, 4)], [5])
@@ -399,7 +407,7 @@ def test_a_step_is_told_of_the_view_by_whose_plan_it_runs(jobs):
 
 
 def test_a_member_that_joins_again_waits_for_attempts_of_any_view(jobs):
-    """The member's record of ended and reduced attempts is of the chain before."""
+    """A member that joins again forgets which attempts have ended, since its record is of the chain before."""
     view = pipelines([(0, 2, 4)], [5])
     job, the_view = begun(jobs, a_net(), NAMES[:2], view)
     for m in job.members:

@@ -1,4 +1,4 @@
-"""Timed layers take their time, and compute by their formula."""
+"""Tests timed layers, which take a given time and compute a known formula."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_passes_end_at_their_deadlines_also_where_no_gradient_of_the_input_is_wa
 
 
 def test_no_optimizer_state_stays_zero():
-    """A pull would leave zero state out as already present, and the bytes would differ from those of the list."""
+    """No optimizer state of a timed layer is zero after a step, since zero state would be left out of a pull, whose
+    bytes would then be too few.
+    """
     layer = TimedLayer(4, 0.0, 0.0)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.randn(3, 4)).square().sum().backward()

@@ -1,4 +1,4 @@
-"""Models of `transformers`, built from a config, run in stages without a changed line."""
+"""Tests unchanged models of `transformers`, built from a config, in stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two stages in two processes over the product's own links: one optimizer step, equal to that of one process."""
+"""Tests two stages in two processes over real links: one optimizer step, equal to that of a single process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def line_of(process):
 
 
 def run_processes(folder, view, kind):
-    """Runs a process for each member; returns the output of each, by member."""
+    """Runs a process for each member; returns each one's output by member."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     names = sorted(view.plan.stages)
     with ExitStack() as stack:

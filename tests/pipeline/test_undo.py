@@ -1,4 +1,4 @@
-"""Tests that changes which a step makes in Python are undone, and those of the graph, gradients and random numbers."""
+"""Tests that a step's changes to Python objects, the graph, gradients and random numbers are undone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chaos_lightning.pipeline.undo import MOST_ITEMS, Undo, undone
 
 
 class Counting(nn.Module):
-    """Model whose step counts in every way that users count."""
+    """Model whose step changes attributes of all kinds that users change: numbers, tensors, containers, metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Counting(nn.Module):
 
 
 def state_of(model: Counting) -> str:
-    """Returns everything that a step changes, as a text."""
+    """Returns all values that the model's step changes, as text."""
     names = ("steps", "best", "total", "last", "seen", "by_name", "words", "recent", "kinds", "confusion")
     metrics = [model.mean, model.cat, *model.loose.values()]
     values = [vars(model)[name] for name in names] + [hasattr(model, "fresh")]
@@ -188,7 +188,7 @@ def test_a_long_list_gets_its_length_back() -> None:
 
 
 def test_keeping_twenty_metrics_takes_little_time() -> None:
-    """The bound is loose, since machines are busy; 0.2 ms were measured on a busy one."""
+    """Saving the state of twenty metrics takes less than 2 ms (0.2 ms were measured on a busy machine)."""
     model = nn.Module()
     kinds: list[Callable[[], nn.Module]] = [MeanMetric, SumMetric, lambda: Accuracy("multiclass", num_classes=10)]
     model.metrics = nn.ModuleList(kinds[i % 3]() for i in range(20))

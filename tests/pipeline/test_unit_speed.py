@@ -1,4 +1,6 @@
-"""A member's speed relative to its forecast: from the device's computation, whichever layers, and never from waits."""
+"""Tests a member's speed relative to its forecast: taken from the device's computing time in any layers,
+without waits.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def job(speed: float = 1.0, unit_s: float = 0.0) -> TrainingJob:
 
 
 def ran(first: int, end: int, slower: float = 1.0) -> list[UnitTime]:
-    """Returns the timed units of a step through these layers, which took so many times the forecast."""
+    """Returns the timed units of a step through these layers, `slower` times as long as forecast."""
     work_s = sum(1.0 + i for i in range(first, end))
     found, now = [], 0.0
     for kind, seconds in ((FORWARD, work_s), (BACKWARD, 2 * work_s)):
@@ -124,7 +126,7 @@ class Sleeping(nn.Module):
 
 
 class LateExchange(MemoryExchange):
-    """Exchange whose border tensors come late, and take their time to be sent."""
+    """Exchange that delays border tensors by 0.3 s both when sending and when taking them."""
 
     def take(self, attempt: SlotAttempt, key: object) -> Border:
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""The executor runs a user's own model, of which each member has built the parts that it owns."""
+"""Tests the executor with a user's own model, of which each member has built only the parts that it owns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE_AT_A_TIME = threading.RLock()
 
 
 class LockedLayers:
-    """Chain that runs while no other one does."""
+    """Chain that runs one pass at a time among all chains of the process."""
 
     def __init__(self, chain: LayerChain) -> None:
         self.chain = chain

@@ -1,4 +1,4 @@
-"""Checkpoints of the whole model from a member that holds some parts of it."""
+"""Tests checkpoints of the whole model written by a member that holds only some parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def written(tmp_path: Path, holder: Holder, source: Any, **more: Any) -> Path:
 
 
 def records(path: Path) -> dict[str, bytes]:
-    """Returns a file's records, without the archive's name and the number that torch gives to what it has written."""
+    """Returns the records of a checkpoint file by name, without the archive's name and the file's own id."""
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None, "a checksum is wrong"
         found = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
@@ -72,7 +72,9 @@ def test_another_process_goes_on_from_it_as_from_a_plain_one(tmp_path: Path, kin
 
 
 def test_only_parts_that_are_in_the_checkpoint_are_asked_for(tmp_path: Path) -> None:
-    """A checkpoint may have weights only, and only some of them, if a user leaves out those that were not trained."""
+    """For a checkpoint with only some of the weights and no optimizer states, only the parts in it are read from other
+    members.
+    """
     whole = trained()
     member = holding(whole, "adamw", (2,))
     checkpoint = member.checkpoint()
@@ -89,8 +91,8 @@ def test_only_parts_that_are_in_the_checkpoint_are_asked_for(tmp_path: Path) -> 
 
 
 def test_absent_tensors_may_be_taken_along_by_any_name(tmp_path: Path) -> None:
-    """Absent tensors may be in other dicts, lists, and modules; a user's own tensor of two elements is not taken for
-    one.
+    """Absent tensors are written with their values even inside the user's own dicts, lists and modules; a user's tensor
+    of two elements is not mistaken for one.
     """
     whole = trained()
     member = holding(whole, "adamw", ())
@@ -124,7 +126,7 @@ def test_absent_tensors_may_be_taken_along_by_any_name(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_are_elsewhere_are_not_used(use: Any) -> None:
-    """In `on_save_checkpoint`, say, any value for an absent tensor would be wrong."""
+    """Using the values of an absent tensor, for example in `on_save_checkpoint`, raises an error."""
     member = holding(trained(), "adamw", (0,))
     absent = partial_state_dict(member.model)["middle.weight"]
     assert isinstance(absent, AbsentTensor)
@@ -165,7 +167,7 @@ def test_a_state_dict_of_the_users_own_uses_no_values_that_are_elsewhere() -> No
 
 
 class Changed(FromOwners):
-    """Owner whose part differs from the recorded one."""
+    """Source of parts whose owner changes a part's description or its tensors."""
 
     def __init__(self, whole: Holder, manifest: Any = None, tensors: Any = None) -> None:
         super().__init__(whole)
@@ -244,7 +246,9 @@ def test_the_size_of_the_file_is_known_before(tmp_path: Path) -> None:
 
 
 class Watched(FromOwners):
-    """Source that checks that the tensors which it gave before are freed."""
+    """Source of parts that, when asked for a part, checks that the tensors it returned for the previous part have been
+    freed.
+    """
 
     def tensors(self, part: str) -> list[tuple[str, Tensor]]:
         assert [ref for ref in self.given if ref() is not None] == []
@@ -324,7 +328,9 @@ assert len(optimizer.state) == 1
 
 @pytest.mark.slow
 def test_one_part_of_the_others_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    """The whole model has 48 tensors of this size, a part 3. In a read, pages of the file count as memory, too."""
+    """Writing and reading need less memory than 10 tensors of the whole model's 48: only one part of others at
+    a time.
+    """
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path / "x")], capture_output=True, text=True, timeout=170, check=False
     )

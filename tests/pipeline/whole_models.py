@@ -1,4 +1,4 @@
-"""A model in parts for the tests of checkpoints: members that hold some of them, and one that holds all."""
+"""Makes a model for the tests of checkpoints: members with only some of its parts, and one with all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chaos_lightning.replication.part_state import PartState
 
 
 class Model(nn.Module):
-    """Three layers, a weight that two of them use by two names, buffers, and a parameter that is not trained."""
+    """Model of three layers, with a tied weight that has two names, buffers, and a parameter that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
 
 
 class Holder:
-    """Model with its optimizer, of which some parts are here."""
+    """Model and its optimizer at one member, which may hold only some parts."""
 
     def __init__(self, model: nn.Module, kind: str) -> None:
         self.model = model
@@ -82,7 +82,7 @@ class Holder:
         return PartState(name, self.model, PARTS.names(name), [self.optimizer])
 
     def checkpoint(self, **more: Any) -> dict[str, Any]:
-        """Returns the checkpoint that Lightning makes at this member."""
+        """Returns the checkpoint that Lightning would make at this member."""
         return {
             "epoch": 1,
             "global_step": 3,
@@ -95,7 +95,7 @@ class Holder:
 
 
 def trained(kind: str = "adamw", steps: int = 3) -> Holder:
-    """Returns a model that holds all parts, after some steps."""
+    """Returns a model with all parts, after some training steps."""
     torch.manual_seed(0)
     found = Holder(Model(), kind)
     train(found, steps)
@@ -111,7 +111,7 @@ def train(holder: Holder, steps: int, seed: int = 1) -> None:
 
 
 def holding(whole: Holder, kind: str, layers: Collection[int], seed: int = 5) -> Holder:
-    """Returns a model that holds the parts of an owner of these layers, with the values of `whole`."""
+    """Returns a model with only the parts of an owner of these layers, and the values of `whole`."""
     model = copy.deepcopy(whole.model)
     found = Holder(model, kind)
     found.optimizer.load_state_dict(whole.optimizer.state_dict())
@@ -125,7 +125,7 @@ def holding(whole: Holder, kind: str, layers: Collection[int], seed: int = 5) ->
 
 
 class FromOwners:
-    """Source of parts, out of a model that is whole.
+    """Source of parts that reads them from a whole model.
 
     Attributes:
         asked: Parts whose tensors were asked for.
@@ -144,7 +144,7 @@ class FromOwners:
 
 
 def same(a: Any, b: Any, path: str = "") -> None:
-    """Asserts that two values are equal: types, keys in order, bits of tensors."""
+    """Asserts that two values are equal, including types, order of keys, and bits of tensors."""
     assert type(a) is type(b), path
     if isinstance(a, Tensor):
         assert (a.dtype, a.shape, a.stride(), a.requires_grad) == (b.dtype, b.shape, b.stride(), b.requires_grad), path

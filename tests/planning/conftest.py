@@ -1,4 +1,4 @@
-"""Fixtures: every test keeps its chains, tokens and settings to itself."""
+"""Isolates tests by fixtures: each has its own folders for chains and tokens, and its own settings."""
 
 from environment_support import own_environment
 

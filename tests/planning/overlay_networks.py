@@ -1,4 +1,4 @@
-"""Networks for the tests of the overlay's planners."""
+"""Makes networks for the tests of the all-reduce planners."""
 
 from itertools import combinations
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Rank(NamedTuple):
 
 
 def network_of(links, access=None, hosts=None):
-    """Returns a network from {"ab": Mbps}: members are the letters in order."""
+    """Returns a network with links given as {"ab": Mbps}; its members are the letters in alphabetical order."""
     names = sorted({name for pair in links for name in pair})
     return Network(
         [Rank(n, (hosts or {}).get(n, "")) for n in names],
@@ -26,7 +26,9 @@ def network_of(links, access=None, hosts=None):
 
 @st.composite
 def inputs(draw, least=1, most=6, access=False, hosts=False):
-    """Draws (members, links, access) of a connected network; directions differ, and some pairs have no link."""
+    """Draws (members, links, access rates) of a connected network; rates differ by direction, and some pairs have no
+    link.
+    """
     size = draw(st.integers(least, most))
     names = [f"m{i}~{i}" for i in range(size)]
     rates = st.sampled_from([1e6, 1e7, 3e7, 1e8, 3e8, 1e9])

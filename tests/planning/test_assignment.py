@@ -1,4 +1,4 @@
-"""Deals samples, over any sequence of commits, deaths, joins and leaves."""
+"""Tests the assignment of samples over any sequence of commits, deaths, joins and leaves."""
 
 from dataclasses import replace
 
@@ -109,7 +109,7 @@ def test_steps_left_is_the_number_of_steps(quota, accumulate, length, drop_last)
 
 
 class Job:
-    """Job that changes ledger and view like a commit root, and nothing else."""
+    """Simulated job, in which only the ledger and the view change, as a commit root would change them."""
 
     def __init__(self, members, accumulate, length, drop_last):
         self.views = [view_of(members, accumulate)]
@@ -127,7 +127,9 @@ class Job:
         )
 
     def step(self, dead=(), late=False, joiner=None, leaver=None):
-        """Makes one step. `dead` die before it commits, or (`late`) after they contributed."""
+        """Simulates one step, in which members in `dead` die before the commit, or, if `late`, after their
+        contribution.
+        """
         ruling = ruling_view(self.header, self.views)
         assignments = assign_step(ruling, self.header.ledger, epoch=0, length=self.length, drop_last=self.drop_last)
         for each in self.view.members:  # each member computes it alone, from the header
@@ -249,7 +251,9 @@ def test_ruling_view_is_the_headers_own_not_the_latest():
 
 
 def test_a_job_that_is_founded_again_assigns_from_its_first_step():
-    """The new founding view follows views whose members are all gone."""
+    """A job that is founded again, after all members of earlier views are gone, assigns its first step by the new
+    founding view.
+    """
     again = replace(view_of([member("a")], number=3), predecessor=ViewId(1, 2))
     recovered = replace(again, id=ViewId(1, 4), predecessor=again.id)
     assert ruling_view(GENESIS, [again]) is again

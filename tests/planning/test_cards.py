@@ -1,4 +1,4 @@
-"""Network cards that all links of a machine share: their estimated rates, and plans of `auto` that spare them."""
+"""Tests network cards shared by all links of a machine: their estimated rates, and plans of `auto` that spare them."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ def names(size: int) -> list[str]:
 
 
 def star(size: int) -> Values:
-    """Returns links of all members with the first."""
+    """Returns links between the first member and every other one."""
     first, *others = names(size)
     return {(first, other): (LATENCY_S, BPS, BPS) for other in others}
 
 
 def wheel(size: int) -> Values:
-    """Returns links of all members with the first, and with two others in a ring."""
+    """Returns links between the first member and every other one, and a ring of the others."""
     _, *others = names(size)
     ring = zip(others, [*others[1:], others[0]], strict=True)
     return star(size) | dict.fromkeys(ring, (LATENCY_S, BPS, BPS))
 
 
 def floor_s(size: int) -> float:
-    """Returns the least seconds if cards limit: each tree has n - 1 edges, and each edge loads two cards."""
+    """Returns the least seconds of an all-reduce that cards allow: each tree has n - 1 edges, and each edge loads two
+    cards.
+    """
     return 8 * NBYTES / BPS * 2 * (size - 1) / size
 
 
 def unlimited(size: int, links: Values) -> Planned:
-    """Returns the plan that `auto` draws if it knows that no card limits."""
+    """Returns the plan that `auto` makes when no card limits the rates."""
     return plan(members(size), links, access=dict.fromkeys(names(size), (1e15, 1e15)))
 
 
@@ -94,7 +96,9 @@ def test_auto_is_never_worse_for_knowing_of_cards(size: int, slowest_bps: float)
 
 @pytest.mark.parametrize("size", [24, 64])
 def test_slow_cards_are_leaves_and_slow_links_are_left_out(size: int) -> None:
-    """Every other member has a tenth of the others' rate, which then is the only limit."""
+    """With every second member at a tenth of the rate, an all-reduce takes at most 1.3 times what the slow rate
+    requires.
+    """
     slow = set(names(size)[1::2])
     links = {pair: (LATENCY_S, *[BPS if slow.isdisjoint(pair) else BPS / 10] * 2) for pair in regular(size)}
     spec, _ = quick(members(size), links)
@@ -103,7 +107,9 @@ def test_slow_cards_are_leaves_and_slow_links_are_left_out(size: int) -> None:
 
 @pytest.mark.parametrize("machines", [8, SMALL_JOB])
 def test_heads_of_machines_are_planned_for_with_the_cards_of_these(machines: int) -> None:
-    """Among heads alone, one for each machine, no link would show that the links of a machine share a card."""
+    """Planning for heads of machines takes their cards into account, which could not be inferred from links among the
+    heads alone.
+    """
     here, ids = members(2 * machines, workers=2), names(2 * machines)
     head = dict(zip(names(machines), ids[::2], strict=True))
     links = {(head[a], head[b]): values for (a, b), values in wheel(machines).items()}

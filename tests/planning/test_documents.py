@@ -1,4 +1,4 @@
-"""Files that a person wrote are refused by line if they have unknown keys, or one key twice."""
+"""Tests that files with unknown or repeated keys are refused with the line number."""
 
 from __future__ import annotations
 

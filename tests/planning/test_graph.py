@@ -1,4 +1,4 @@
-"""Parts and paths of a graph, against the definitions applied to small ones."""
+"""Tests parts and paths of a graph against their definitions on small graphs."""
 
 from collections.abc import Iterable
 from itertools import combinations, product
@@ -22,8 +22,8 @@ NAMES = tuple(f"m{i}" for i in range(9))
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[tuple[str, ...], list[Pair]]:
-    """Draws members in a rank order of their own, and links of which some name others, themselves, or are there
-    twice.
+    """Draws members in random rank order, and links, some of which are repeated, name strangers, or connect a member
+    with itself.
     """
     members = tuple(draw(st.permutations(NAMES)))[: draw(st.integers(0, 8))]
     pairs = st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES))
@@ -58,7 +58,7 @@ def test_parts_hold_all_that_can_reach_each_other(graph: tuple[tuple[str, ...], 
 
 
 class Counted(dict[str, list[str]]):
-    """Dict of neighbours by member that counts those that were looked at."""
+    """Dict of each member's neighbours that counts how many neighbours have been looked at."""
 
     seen = 0
 
@@ -101,7 +101,7 @@ def test_a_parting_node_leaves_more_parts_behind(
 
 
 def test_long_lines_are_walked() -> None:
-    """A line of 5,000 nodes is deeper than Python's stack; each node but the ends separates the others."""
+    """A line of 5,000 nodes, longer than Python's stack is deep, is handled; every inner node separates the others."""
     members = [f"m{i}" for i in range(5000)]
     links = [(members[i], members[i + 1]) for i in range(4999)]
     near = neighbours(members, links)

@@ -1,4 +1,4 @@
-"""Spent positions: merging, subtracting, and the ends of epochs."""
+"""Tests the ledger of spent positions: merging, subtracting, and ends of epochs."""
 
 import pytest
 from hypothesis import given

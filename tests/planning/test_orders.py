@@ -1,4 +1,4 @@
-"""The order of an epoch is a permutation and a function of its key alone."""
+"""Tests that the order of an epoch is a permutation that depends on its key alone."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ def test_permutation(length, seed, epoch):
 
 
 def test_this_order_is_for_ever():
-    """A checkpoint's ledger means these samples: the definition must never change under the same VERSION."""
+    """The order for a key must never change under the same VERSION, since ledgers in checkpoints refer to it."""
     assert permutation(12, seed=7, epoch=0) == FIXED
     assert mix(GAMMA) == 0xE220A8397B1DCDAF  # the first output of splitmix64 from 0, as published
 
@@ -27,7 +27,7 @@ def test_epochs_seeds_and_streams_differ():
 
 
 def test_every_place_is_equally_likely():
-    """A rough check of the mixing: over many epochs each sample lies in each quarter about a quarter of the time."""
+    """Over many epochs each sample lies in the first quarter of the order about a quarter of the time."""
     length, epochs = 40, 400
     first_quarter = [0] * length
     for epoch in range(epochs):

@@ -1,4 +1,4 @@
-"""Spanning trees of measured networks against brute force on small ones."""
+"""Tests spanning trees of measured networks, against brute force on small ones."""
 
 from itertools import combinations
 
@@ -32,7 +32,7 @@ def test_no_spanning_tree_is_wider_than_the_widest(network):
 @settings(deadline=None)
 @given(networks(most=5, access=True))
 def test_a_packing_carries_what_brute_force_finds_and_the_bound_says(network):
-    """The same program, given all spanning trees, must find the same amount: no tree was missed."""
+    """Packed trees carry as much as the optimum over all spanning trees, and the bound is no lower."""
     assume(len(network) > 1)
     packing = pack(network)
     everything = sum(weigh(network, brute_force_trees(network)))
@@ -68,7 +68,7 @@ def test_the_bound_is_that_of_tutte_and_nash_williams(network):
 @settings(deadline=None)
 @given(networks(most=5, access=True, hosts=True))
 def test_no_set_of_trees_carries_more_across_any_parts_than_is_said(network):
-    """The bound counts links, accesses and cards of machines; brute force tries all trees and all parts."""
+    """No set of trees exceeds `most_across` for any partition, by brute force over all trees and partitions."""
     assume(len(network) > 1)
     everything = sum(weigh(network, brute_force_trees(network)))
     for parts in partitions(list(range(len(network)))):
@@ -79,7 +79,9 @@ def test_no_set_of_trees_carries_more_across_any_parts_than_is_said(network):
 @pytest.mark.parametrize("size", [24, 64])
 @pytest.mark.parametrize("degree", [8, 0])
 def test_the_bound_of_many_members_is_that_of_their_cards(size, degree):
-    """A tree has n - 1 edges, each of which takes from two cards; links could carry up to 60 times as much."""
+    """For many members the bound is that of the cards (n - 1 edges a tree, two cards an edge), though links could carry
+    up to 60 times as much.
+    """
     ids = [f"m{i}" for i in range(size)]
     steps = range(1, degree // 2 + 1 if degree else size // 2 + 1)
     pairs = {tuple(sorted((i, (i + step) % size))) for i in range(size) for step in steps}

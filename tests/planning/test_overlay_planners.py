@@ -1,4 +1,4 @@
-"""Planners by name, by prediction and by plugin; and when a plan is changed."""
+"""Tests all-reduce planners: chosen by name, by prediction and as plugins; and when a plan is replaced."""
 
 from importlib.metadata import EntryPoint, EntryPoints
 from itertools import combinations
@@ -103,7 +103,7 @@ def test_packed_uses_what_one_tree_leaves_over():
 
 
 def test_a_small_buffer_goes_by_few_hops():
-    """For 4 KiB only latency counts: a fast detour of five hops is worth nothing."""
+    """For 4 KiB only latency counts, so the plan avoids a fast path of five hops that it takes for a large buffer."""
     members = [Rank(n) for n in "abcdef"]
     links = dict.fromkeys(zip("abcde", "bcdef", strict=True), (0.001, 1000000000.0, 1000000000.0))
     links |= {("a", y): (0.001, 2e8, 2e8) for y in "cdef"}
@@ -150,7 +150,7 @@ def test_ranks_of_a_machine_hang_below_one_of_them():
 
 
 def test_one_machine_with_uneven_links_is_planned_by_its_links():
-    """Emulated networks have all members on one machine."""
+    """Members on one machine with unequal links, as in emulated networks, are planned for by these links."""
     members = [Rank(n, "here") for n in "abcd"]
     links = {
         ("a", "b"): (0.0, 1e8, 1e8),
@@ -175,7 +175,7 @@ def test_fastest_ways_to_several_roots():
 
 
 def by_name_backwards(network, nbytes):
-    """Plans like a user's planner: a chain in reverse order."""
+    """Planner as a user may write it: a chain in reverse order."""
     parents = tuple(i - 1 for i in range(len(network)))
     return network.spec([(parents, 1.0)]), "the user's own"
 

@@ -1,4 +1,4 @@
-"""Plans that users write: names, files, and refusals before training begins."""
+"""Tests plans that users write: names, files, and errors before training begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees with weights, and planners, as a user writes them and as they travel with a scheduler's settings."""
+"""Tests plans with weighted trees and named planners, as users write them and as a scheduler's settings carry them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_weights_that_cannot_be_are_refused_with_the_files_name(tmp_path: Path, 
 
 @pytest.mark.parametrize("plan", [WEIGHTED, RANGES, PlanSpec("auto"), PlanSpec("tree:3", 4096)])
 def test_a_plan_travels_with_the_settings(plan: PlanSpec) -> None:
-    """A job's own scheduler gets the settings as JSON; one that does not know a field of its plan ends at once."""
+    """A plan survives the JSON of settings that is handed to a job's own scheduler."""
     assert settings_from_json(settings_to_json(Settings(plan=plan))).plan == plan
 
 

@@ -1,4 +1,6 @@
-"""Plans made in a hurry: they fit, spread the work, and are about as fast as others."""
+"""Tests all-reduce plans made within milliseconds: they are valid, spread the work, and are about as fast as searched
+ones.
+"""
 
 import random
 from itertools import combinations, pairwise
@@ -24,7 +26,9 @@ def members(size: int, workers: int = 1) -> list[Member]:
 
 
 def regular(size: int, rates: tuple[float, float] = (1e9, 1e9)) -> Values:
-    """Returns a ring with links to the next but one as well, and as many links again to far members: 8 for each."""
+    """Returns a network with 8 links for each member: to its next two neighbours on either side of a ring, and to far
+    members.
+    """
     chance = random.Random(size)
     pairs = {(i, (i + step) % size) for i in range(size) for step in (1, 2)}
     for _ in range(2):
@@ -35,7 +39,7 @@ def regular(size: int, rates: tuple[float, float] = (1e9, 1e9)) -> Values:
 
 
 def cards(links: Values) -> dict[str, tuple[float, float]]:
-    """Returns rates of cards by which each member's card is as fast as its fastest link."""
+    """Returns rates of network cards such that each member's card is as fast as its fastest link."""
     widths: dict[str, float] = {}
     for pair, (_, there, back) in links.items():
         for name in pair:
@@ -64,8 +68,8 @@ def test_fits_whatever_connects_all(size: int, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("size", [24, 64, 128])
 def test_eight_links_each_are_nearly_as_good_as_all(size: int) -> None:
-    """Eight links are nearly as good if cards are scarce; if links are, the quick plan takes no longer than the one
-    that is searched for.
+    """With limited cards, 8 links for each member are nearly as good as links between all; with limited links, the
+    quick plan is nearly as good as a searched one.
     """
     here, links = members(size), regular(size)
     spec, _ = quick(here, links)
@@ -106,7 +110,7 @@ def test_every_pair_alike_takes_no_trees() -> None:
 
 
 def test_workers_of_a_machine_share_its_card() -> None:
-    """Each tree enters a machine once, over any worker's link."""
+    """Each tree enters each machine just once, over a link of any of the machine's workers."""
     here = members(24, workers=4)
     links = {(a.id, b.id): (1e-5, 1e11, 1e11) for a, b in combinations(here, 2) if a.host == b.host}
     links |= {(here[i].id, here[(i + 4) % 24].id): (5e-4, 1e9, 1e9) for i in range(24)}

@@ -1,4 +1,4 @@
-"""Shares of a state: the planner against the closed-form bound."""
+"""Tests plans of state transfers against the closed-form bound."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEIGHBOURS = st.lists(st.tuples(st.floats(0, 2), st.floats(0.01, 50)), min_size=
 
 
 def whole(plan: SharePlan, nbytes: int, neighbours: Sequence[Neighbour]) -> None:
-    """Checks that the plan is valid."""
+    """Checks that a plan's shares are positive, come from known neighbours, and add up to the whole."""
     assert sum(plan.shares.values()) == nbytes
     assert all(share > 0 for share in plan.shares.values())
     assert set(plan.shares) <= {n.member for n in neighbours}

@@ -1,4 +1,4 @@
-"""Places on a tape (a sequence of samples), and the positions that lie there."""
+"""Tests tapes (sequences of leased samples): places on a tape, and the positions at these places."""
 
 from __future__ import annotations
 

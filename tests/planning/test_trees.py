@@ -1,4 +1,4 @@
-"""Plans and their trees."""
+"""Tests all-reduce plans and the trees that they expand to."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ worlds = st.integers(1, 9).map(lambda n: tuple(f"n{i}~{i}" for i in range(n)))
 
 
 def check_tree(tree, members):
-    """Checks that a tree spans all members, with one root and no cycle, and that children mirror parents."""
+    """Checks that a tree spans all members with one root and without cycles, and that children match parents."""
     for m in members:
         at, hops = m, 0
         while (above := tree.parent_of(at)) is not None:

@@ -1,4 +1,6 @@
-"""Trees of a buffer's parts: each over its owners alone, by the view's plan if that fits them."""
+"""Tests trees for parts of the gradient buffer: each spans the part's owners only, by the view's plan if that fits
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def test_one_part_that_all_own_has_the_trees_of_the_whole(kind):
 
 
 def test_sections_of_the_same_owners_share_one_plan_wherever_they_lie():
-    """Roots rotate over the owners through all of their sections."""
+    """Parts with the same owners count as one for the rotation of roots, even if other parts lie between them."""
     small = 32768
     owned = [
         OwnedSpans(("m2", "m1"), ((0, small),)),

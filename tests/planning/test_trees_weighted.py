@@ -1,4 +1,4 @@
-"""Plans of kind "trees": weights become byte ranges; checks of plans against links."""
+"""Tests plans of kind "trees": how weights become byte ranges, and how plans are checked against links."""
 
 import pytest
 from hypothesis import given
@@ -64,7 +64,9 @@ def test_every_byte_is_in_one_chunk_and_every_tree_gets_its_weight(weights, leng
 
 
 def test_trees_take_turns_over_the_whole_section():
-    """If the ranges came one behind the other, links that only the last tree uses would idle at first."""
+    """Chunks of the trees are interleaved over the whole buffer, so that links of the last tree do not idle at
+    first.
+    """
     found = expand(trees(3.0, 1.0), NAMES, 1 << 24, ())
     light = [t for t in found if t.root == "b"]
     assert sum(t.nbytes for t in light) == 1 << 22

@@ -1,1 +1,1 @@
-"""A simulated fleet: which policy trains most while devices come and go."""
+"""Simulates fleets of devices that come and go, to see which policy trains most."""

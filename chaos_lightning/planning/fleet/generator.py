@@ -1,4 +1,4 @@
-"""Draws histories of fleets by chance: losses of single devices, groups and hosts, repairs, spot arrivals, slow
+"""Generates random histories of fleets: losses of single devices, groups and hosts, repairs, spot arrivals, slow
 devices.
 
 Theory of operation. All runs on the simulator's kernel: the next loss comes after an exponential time, whose rate is
@@ -25,7 +25,7 @@ MOST_EVENTS = 300_000
 
 @dataclass(frozen=True, kw_only=True)
 class Chance:
-    """Chances of what may happen to a fleet."""
+    """Probabilities of the events in a fleet's random history."""
 
     devices: int
     """Devices at the start."""
@@ -71,7 +71,7 @@ class Chance:
 
 
 def group_sizes(most: int) -> dict[int, float]:
-    """Returns the probability that a loss takes so many devices at once, by that number.
+    """Returns the probability of each number of devices that one loss can take at once, from 1 to `most`.
 
     Of all lost devices, 1 - `SHARED` are lost alone; the others are equally often in groups of 2 to `most`.
     """
@@ -196,7 +196,7 @@ class _Drawing:
 
 
 def generate(chance: Chance, seed: int) -> Trace:
-    """Returns a history of a fleet, drawn by chance; equal seeds give equal histories.
+    """Generates a random history of a fleet; equal seeds give equal histories.
 
     Raises:
         TraceError: No device is there for an hour.

@@ -1,4 +1,4 @@
-"""Runs simulations in virtual time: an event queue, one seeded source of chance, and processes that can be stopped,
+"""Runs simulations in virtual time: an event queue, one seeded random generator, and processes that can be frozen,
 thawed and killed.
 
 Theory of operation. Everything that happens is a callable in one heap, ordered by virtual time and then by the order of
@@ -17,7 +17,7 @@ Action = Callable[[], None]
 
 
 class Kernel:
-    """Runs actions in the order of virtual time (seconds)."""
+    """Event queue that runs actions in the order of virtual time (seconds)."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -27,16 +27,18 @@ class Kernel:
         self._count = 0
 
     def after(self, delay: float, action: Action) -> None:
-        """Runs `action` `delay` seconds from now."""
+        """Schedules `action` to run `delay` seconds from now in virtual time."""
         self.at(self.now + delay, action)
 
     def at(self, time: float, action: Action) -> None:
-        """Runs `action` at `time`, or now if that has passed."""
+        """Schedules `action` to run at `time` in virtual time, or now if that time has passed."""
         self._count += 1
         heapq.heappush(self._heap, (max(time, self.now), self._count, action))
 
     def run(self, until: float, done: Callable[[], bool]) -> bool:
-        """Runs until `done()` (True) or until nothing is left or time is up (False)."""
+        """Runs actions until `done()` holds (returns True), or until no action is left or the time limit is reached
+        (returns False).
+        """
         heap, pop = self._heap, heapq.heappop
         while heap:
             if heap[0][0] > until:
@@ -53,7 +55,7 @@ class Kernel:
 
 
 class Process:
-    """Something that can be frozen, thawed and killed."""
+    """Simulated process, which can be frozen, thawed and killed."""
 
     def __init__(self, kernel: Kernel, name: str) -> None:
         self.kernel = kernel
@@ -65,7 +67,7 @@ class Process:
         self._backlog: list[Action] = []
 
     def deliver(self, action: Action) -> None:
-        """Runs `action` in this process: now, when it thaws, or never."""
+        """Runs `action` in this process: at once, or when a frozen process thaws; never in a dead one."""
         if not self.alive:
             return
         if self.frozen:
@@ -74,7 +76,7 @@ class Process:
             action()
 
     def timer(self, delay: float, action: Action) -> None:
-        """Runs `action` in this process `delay` seconds from now; if the process is stopped then, once it thaws."""
+        """Runs `action` in this process after `delay` seconds, or once it thaws if it is frozen at that time."""
         self.kernel.after(delay, lambda: self.deliver(action))
 
     def freeze(self) -> None:

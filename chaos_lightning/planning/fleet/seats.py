@@ -1,5 +1,5 @@
-"""Keeps the places of devices in a simulated fleet: by counters where all devices are alike, by plans where they are
-not.
+"""Assigns the devices of a simulated fleet to places in a plan: by counters if all devices are alike, else by plans
+that name devices.
 
 Theory of operation. A `FleetRun` numbers its devices, and asks its seats what a loss takes along and which ways to go
 on there are. `EqualSeats` keep a formation, whose places any device takes. `MixedSeats` keep the plan in force, which
@@ -32,7 +32,7 @@ FOR_EQUAL = ("oobleck", "algorithm1", "restart", "redundant")
 
 @dataclass(frozen=True)
 class Now:
-    """State of a fleet at the moment of a decision."""
+    """State of a simulated fleet at the moment of a decision."""
 
     there: frozenset[int]
     slow: Mapping[int, float]
@@ -46,7 +46,7 @@ class Now:
 
 
 class EqualSeats:
-    """Places of a fleet whose devices are alike."""
+    """Places in the plan of a fleet whose devices are all alike."""
 
     def __init__(self, fleet: EqualFleet) -> None:
         self.fleet = fleet
@@ -56,11 +56,11 @@ class EqualSeats:
 
     @property
     def active(self) -> int:
-        """Number of devices that have a place."""
+        """Number of devices that have a place in the plan."""
         return len(self.places)
 
     def lose(self, devices: Iterable[int], there: Collection[int]) -> bool:
-        """Leaves places vacant; returns whether that takes the last owner of some layer."""
+        """Leaves the places of lost devices vacant; returns whether some layer loses its last owner."""
         places = [self.places.pop(d) for d in devices if d in self.places]
         if self.formation is None or not places:
             return False
@@ -69,7 +69,7 @@ class EqualSeats:
         return bool(before) and not min(self.fleet.live(self.formation))
 
     def come(self, devices: Iterable[int], there: Collection[int]) -> None:
-        """Leaves devices that come without a place until the next decision."""
+        """Does nothing: new devices get places with the next decision."""
 
     def options(self, now: Now) -> Options:
         slow = {self.places[d]: v for d, v in now.slow.items() if d in self.places}
@@ -88,7 +88,9 @@ class EqualSeats:
         )
 
     def follow(self, chosen: PlanCandidate, there: Collection[int], slow: Mapping[int, float]) -> None:
-        """Seats devices: all anew after a move, side by side on their hosts; else only where a place changes hands."""
+        """Gives devices the places of the chosen plan: all places anew after a move or restart, else only those that
+        change hands.
+        """
         after: Formation = chosen.plan
         if after is self.formation and self.places:
             return
@@ -105,7 +107,7 @@ class EqualSeats:
 
 
 class MixedFleet:
-    """Plans of a job on devices of several kinds; each is searched once.
+    """Plans for a job on devices of several kinds; the search for each set of devices runs once.
 
     Args:
         job: The job and its whole fleet; no other device comes.
@@ -140,7 +142,7 @@ class MixedFleet:
         return {self.names[d] for d in devices}
 
     def ways(self, plan: PipelinePlan, now: Now) -> PlanOptions:
-        """Returns the ways to go on from a plan; devices of the fleet without layers count as idle ones of the plan."""
+        """Returns the options to go on from a plan; devices without layers count as idle."""
         there = self.named(now.there)
         speeds = {self.names[d]: self.job.devices[d].speed * share for d, share in now.slow.items()}
         found = PlanOptions(
@@ -159,13 +161,13 @@ class MixedFleet:
 
 
 def with_all(plan: PipelinePlan, names: Iterable[str]) -> PipelinePlan:
-    """Returns the plan with all devices of the fleet that own no layers as its idle ones."""
+    """Returns the plan with all devices that own no layers listed as idle."""
     return replace(plan, idle=tuple(sorted(set(names) - set(plan.stages))))
 
 
 @dataclass(frozen=True)
 class MixedOptions:
-    """Ways to go on that a fleet of several kinds has at a moment."""
+    """Options of a fleet of several kinds of devices at the moment of a decision."""
 
     fleet: MixedFleet
     now: Now
@@ -174,7 +176,7 @@ class MixedOptions:
     begun: bool
 
     def _told(self, found: PlanCandidate | None) -> PlanCandidate | None:
-        """Returns a candidate that does no work again unless devices were lost."""
+        """Returns the candidate, without redone work unless devices were lost."""
         return found if found is None or self.now.lost else replace(found, redo_s=0.0)
 
     def _anew(self, kind: str, transition_s: float, void_samples: float = 0.0) -> PlanCandidate | None:
@@ -204,7 +206,7 @@ class MixedOptions:
         return None if self.begun or kind != "best" else self._anew(MOVE, 0.0)
 
     def shadow(self) -> None:
-        """Returns None: no stage is redundant in a fleet of several kinds."""
+        """Returns None, since fleets of several kinds of devices have no redundant stages."""
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
         if not self.begun:
@@ -214,7 +216,7 @@ class MixedOptions:
 
 
 class MixedSeats:
-    """Places in a fleet of several kinds: the plan in force."""
+    """Assignment of devices to places in a fleet of several kinds: keeps the current plan, which names the devices."""
 
     def __init__(self, fleet: MixedFleet) -> None:
         self.fleet = fleet
@@ -226,7 +228,7 @@ class MixedSeats:
         return set(self.fleet.names) - self.fleet.named(there)
 
     def lose(self, devices: Iterable[int], there: Collection[int]) -> bool:
-        """Returns whether these devices take the last owner of some layer along, so that no plan is in force."""
+        """Takes lost devices out of the plan; returns whether some layer loses its last owner, which ends the plan."""
         if self.plan is None:
             return False
         gone = self._gone(there)
@@ -238,7 +240,7 @@ class MixedSeats:
         return self.plan is None
 
     def come(self, devices: Iterable[int], there: Collection[int]) -> None:
-        """Reroutes around devices that are back, and whose places the plan still has for them."""
+        """Reroutes micro-batches around devices that have come back empty but still have a place in the plan."""
         back = self.fleet.named(devices)
         if self.plan is not None and back & self.plan.stages.keys():
             found = reroute(self.fleet.job, self.plan, self._gone(there) | back, search=False)
@@ -249,7 +251,7 @@ class MixedSeats:
         return MixedOptions(self.fleet, now, ways, self.begun)
 
     def follow(self, chosen: PlanCandidate, there: Collection[int], slow: Mapping[int, float]) -> None:
-        """Takes the chosen plan for the one in force."""
+        """Makes the chosen plan the current one."""
         self.plan, self.begun = with_all(chosen.plan, self.fleet.names), True
         self.active = len(self.plan.stages)
 

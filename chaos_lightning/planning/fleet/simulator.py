@@ -1,4 +1,5 @@
-"""Simulates a job on a fleet under one policy, and counts how much it trains and where its time goes.
+"""Simulates a job on a fleet under one policy; counts the samples that it trains, and its seconds by what they are
+spent on.
 
 Theory of operation. A `FleetRun` replays a `Trace` on the simulator's kernel. Between two changes the job is in one
 phase, to which all time is charged: it trains, at a throughput that follows from its formation; it pauses, for a
@@ -41,7 +42,7 @@ since a checkpoint that was lost, waiting for devices.
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """State of a run from one moment on."""
+    """State of a simulated run that lasts from one moment to the next sample."""
 
     hours: float
     devices: int
@@ -84,7 +85,7 @@ class Outcome:
         return self.samples / (self.hours * HOUR_S)
 
     def to_dict(self, *, history: bool = True) -> dict[str, Any]:
-        """Returns the outcome as a value for JSON."""
+        """Returns the result of the simulation as JSON values."""
         found = asdict(self) | {"throughput": self.throughput}
         if not history:
             del found["history"]
@@ -93,7 +94,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Rules by which a policy's candidates are weighed."""
+    """Rules by which a policy compares its candidates."""
 
     with_risk: bool = True
     threshold: float = THRESHOLD
@@ -158,7 +159,7 @@ class FleetRun:
     # ------------------------------------------------------------------------------------------------ time
 
     def _advance(self) -> None:
-        """Charges the time since the last call."""
+        """Accounts for the virtual time since the last call: as training, or under the cause of the pause."""
         at, now = self._since, self.kernel.now
         self.learnt.watched(len(self.there), now - at)
         for cause, until in self.pauses:
@@ -272,7 +273,7 @@ class FleetRun:
             self._begin(chosen, why)
 
     def _begin(self, chosen: PlanCandidate, why: str) -> None:
-        """Ends a pause: the chosen plan is in force from now on."""
+        """Switches to the chosen plan at the end of a pause."""
         self._advance()
         self.seats.follow(chosen, self.there, self.slow)
         self.throughput, self.step_s = chosen.throughput, chosen.step_s

@@ -1,5 +1,4 @@
-"""Holds histories of fleets: which devices are there at which time. Reads the two kinds of files that have such a
-history.
+"""Describes histories of fleets (which devices are present at which time), and reads the two file formats for them.
 
 Theory of operation. A `Trace` says who is there at first and what changes when; it knows of no plan and no policy, so
 that all policies meet the same losses. Changes of one moment are one change: what is lost together is one loss.
@@ -32,11 +31,11 @@ KINDS = "`milliseconds,add|remove,node` (such as 60000,remove,node-3) or `hours,
 
 
 class TraceError(ConfigurationError):
-    """Error in a history of a fleet; names file, line and field."""
+    """Error in a file with a fleet's history; names file, line and field."""
 
 
 class FleetChange(NamedTuple):
-    """Change of some devices at one moment."""
+    """Event of a fleet's history: some devices come, go or change speed at one moment."""
 
     at_s: float
     kind: str
@@ -48,7 +47,7 @@ class FleetChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """History of a fleet: devices at the start, and changes."""
+    """History of a fleet: the devices at the start, and all later changes."""
 
     first: tuple[int, ...]
     """Devices at the start."""
@@ -59,7 +58,7 @@ class Trace:
     """Origin of the trace, in words."""
 
     def counts(self) -> Iterator[tuple[float, int]]:
-        """Yields (seconds, number of devices from then on) for the start and for each device that comes or goes."""
+        """Yields the number of devices as (seconds, number): at the start, and after each change."""
         count = len(self.first)
         yield 0.0, count
         for c in self.changes:
@@ -68,7 +67,7 @@ class Trace:
                 yield c.at_s, count
 
     def check(self) -> Trace:
-        """Refuses a fleet that is empty for an hour.
+        """Refuses a history in which the fleet has no devices for an hour or longer.
 
         Raises:
             TraceError: The fleet is empty for an hour.
@@ -125,7 +124,7 @@ def _lines(path: Path) -> list[_Line]:
 
 
 def begins_complete(path: Path) -> bool:
-    """Returns whether a file begins with a removal, so that the fleet is complete at first."""
+    """Returns whether a file's first event is a removal, which means that all devices are present at the start."""
     try:
         return _lines(path)[0].fields[1:2] == ["remove"]
     except TraceError:
@@ -135,7 +134,7 @@ def begins_complete(path: Path) -> bool:
 def read(
     path: Path, *, seed: int = 0, hours: float = 0.0, devices: int | None = None, names: Sequence[str] = ()
 ) -> Trace:
-    """Returns the history of a fleet that a file holds.
+    """Reads the history of a fleet from a file.
 
     Args:
         path: Path of a file of either kind.
@@ -168,7 +167,9 @@ def _ordered(line: _Line, at: float, before: float, unit: str) -> None:
 
 
 def _complete(lines: list[_Line], devices: int | None, known: dict[str, int]) -> dict[str, int]:
-    """Returns the number of each node that is there at first, in a history that begins with a removal."""
+    """Returns the numbers of the devices that are present at the start, by node name, for a history whose first event
+    is a removal.
+    """
     kinds: dict[str, str] = {}
     for line in lines:
         kinds.setdefault(line.fields[2], line.fields[1])
@@ -231,7 +232,7 @@ def _some(known: Iterable[str]) -> str:
 
 
 def _together(rows: Iterable[tuple[float, str, int]]) -> list[FleetChange]:
-    """Joins changes of one kind at one time to one change."""
+    """Merges consecutive changes of the same kind and time into one."""
     found: list[FleetChange] = []
     for at, kind, device in rows:
         if found and found[-1][:2] == (at, kind):

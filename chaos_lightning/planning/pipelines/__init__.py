@@ -1,1 +1,1 @@
-"""Plans of pipelines: who computes what after a loss, what a step then costs, what has to move, what pays."""
+"""Plans pipelines: which device computes which layers, what a step costs, and how to go on after a loss."""

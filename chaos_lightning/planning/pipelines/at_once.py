@@ -1,5 +1,5 @@
-"""Finds a plan in milliseconds for devices or links that are not alike: tries a few starts, cut and split by
-proportion.
+"""Finds a pipeline plan within milliseconds for unequal devices or links: tries a few arrangements of devices, with
+layers and micro-batches divided in proportion to speed.
 
 Theory of operation. A start is a number of rows of devices, from as many as memory allows down to one, with rows of
 like devices or rows that share all kinds. A row is cut so that its slowest stage is as fast as memory allows; the
@@ -26,7 +26,7 @@ NEAR = 1e-3
 
 
 def plan_at_once(job: TrainingJob, copies: int = 1) -> tuple[StepEstimate, PipelinePlan] | None:
-    """Returns the plan of the shortest step among some starts, and what it costs; None if none of them fits.
+    """Returns the tried plan with the shortest step, and its estimate; None if no plan fits into memory.
 
     Args:
         job: The job, on all devices that are there.
@@ -41,7 +41,7 @@ def plan_at_once(job: TrainingJob, copies: int = 1) -> tuple[StepEstimate, Pipel
 
 
 def _starts(job: TrainingJob, copies: int) -> Iterator[list[list[Device]]]:
-    """Yields ways to arrange the devices in rows (one per pipeline); each device that is used can hold a layer."""
+    """Yields arrangements of the devices in rows, one row per pipeline, without devices that cannot hold any layer."""
     layers = job.costs.count
     least = min(stage_memory(job, i, i + 1, 1, 1).nbytes for i in range(layers))
     usable = [d for d in job.devices if d.memory_nbytes >= least]
@@ -87,8 +87,8 @@ def _plan(job: TrainingJob, rows: Sequence[Sequence[Device]], copies: int) -> Pi
 
 
 def _cut(job: TrainingJob, devices: Sequence[Device], m: int) -> tuple[tuple[int, ...], float] | None:
-    """Returns the cut whose slowest stage is fastest, and that stage's seconds for a micro-batch; None if memory allows
-    no cut.
+    """Returns the division of layers into stages whose slowest stage is fastest, and that stage's seconds for a
+    micro-batch; None if none fits into memory.
     """
     both = [f + b for f, b in zip(job.costs.forward, job.costs.backward, strict=True)]
     speeds = [d.speed for d in devices]
@@ -105,8 +105,8 @@ def _cut(job: TrainingJob, devices: Sequence[Device], m: int) -> tuple[tuple[int
 def _longest(
     job: TrainingJob, devices: Sequence[Device], m: int, both: Sequence[float], time_s: float
 ) -> tuple[int, ...] | None:
-    """Returns the cut in which each stage, from the first on, is as long as a time limit and memory allow; None if
-    these stages do not hold all layers.
+    """Returns the greedy division of layers into stages: each stage, from the first on, takes as many layers as time
+    limit and memory allow; None if layers are left over.
     """
     count, stages = job.costs.count, len(devices)
     at = [0]
@@ -126,8 +126,8 @@ def _longest(
 
 
 def _split(total: int, pipelines: Sequence[tuple[int, float]]) -> list[int]:
-    """Returns the micro-batches of each pipeline, given as (stages, seconds of the slowest stage): each goes where it
-    ends first.
+    """Returns the number of micro-batches for each pipeline, given as (stages, seconds of the slowest stage); each
+    micro-batch goes where it ends first.
     """
     counts = [0] * len(pipelines)
     heap = [(stages * slowest_s, i) for i, (stages, slowest_s) in enumerate(pipelines)]

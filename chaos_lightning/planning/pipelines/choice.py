@@ -1,4 +1,4 @@
-"""Chooses the plan to go on with: the one that trains most samples until the next loss.
+"""Chooses how a job goes on after a loss: by the candidate that trains most samples until the next loss.
 
 Theory of operation. Losses come to n devices as a Poisson process. If each device is lost at rate r, and losses take g
 devices at once on average, the next loss is at tau ~ Exp(n r / g). A candidate that first pauses for t seconds and then
@@ -38,7 +38,7 @@ THRESHOLD = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCandidate:
-    """One way to go on."""
+    """Possible way for a job to go on, with its costs and the policy that proposes it."""
 
     policy: str
     """Policy that proposes it."""
@@ -74,7 +74,7 @@ class PlanCandidate:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until training is where it would be without the loss."""
+        """Seconds until training has caught up with the point at which the loss struck."""
         return self.transition_s + self.redo_s
 
     @property
@@ -86,7 +86,7 @@ class PlanCandidate:
         return f"{self.policy}: {self.kind}, {self.about}: {fit}, value {self.value:.4g}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the candidate as a value for JSON."""
+        """Returns the candidate as JSON values."""
         return {
             "policy": self.policy,
             "kind": self.kind,
@@ -105,7 +105,7 @@ class PlanCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Choice among candidates, with its reason."""
+    """Decision: the candidates, the chosen one, and the reason in words."""
 
     candidates: tuple[PlanCandidate, ...]
     chosen: PlanCandidate | None
@@ -115,7 +115,7 @@ class Decision:
     """Policies that raised an error, with its text."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the decision as a value for JSON."""
+        """Returns the decision as JSON values."""
         return {
             "candidates": [c.to_dict() for c in self.candidates],
             "chosen": None if self.chosen is None else self.candidates.index(self.chosen),
@@ -130,7 +130,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Facts and rules by which candidates are compared."""
+    """Facts and rules by which candidates are compared: rates of losses and returns, the worth of a restart, a
+    threshold.
+    """
 
     rate: float = 0.0
     """Losses per second of the whole fleet: n r / g."""
@@ -144,7 +146,7 @@ class Outlook:
     """Fraction by which another candidate has to be better than to keep the plan."""
 
     def value(self, c: PlanCandidate) -> float:
-        """Returns a candidate's value: the samples per second that it trains until the next loss (see the module)."""
+        """Returns a candidate's value: the expected samples that it trains until the next loss, per second."""
         changes = self.rate + self.returns
         risk = c.risk * self.rate / changes if self.with_risk and changes else 0.0
         safe = 1 - risk * (1 - self.restart_worth)
@@ -152,14 +154,15 @@ class Outlook:
 
 
 def restart_worth(rate: float, lost_s: float) -> float:
-    """Returns R for restarts that cost `lost_s` seconds of training: the fraction that is left of the mean time between
-    two losses.
+    """Returns the worth of a restart relative to going on (0 to 1): the share of the mean time between losses that is
+    left after `lost_s` seconds of lost training.
     """
     return max(0.0, 1.0 - rate * lost_s)
 
 
 def choose(candidates: Iterable[PlanCandidate], outlook: Outlook, failed: tuple[tuple[str, str], ...] = ()) -> Decision:
-    """Returns the candidate of the greatest value; of equal ones the one with most devices, then the first.
+    """Returns the decision for the candidate of the greatest value; ties go to the one with most devices, then to the
+    first.
 
     Args:
         candidates: Candidates in the order in which ties are broken.
@@ -192,12 +195,14 @@ def choose(candidates: Iterable[PlanCandidate], outlook: Outlook, failed: tuple[
 
 
 def _order(c: PlanCandidate) -> tuple[float, int]:
-    """Returns the key by which candidates are ordered: by value, then by number of devices."""
+    """Returns the sort key of a candidate: its value, then its number of devices."""
     return (c.value, c.devices)
 
 
 def _seats_more(c: PlanCandidate, kept: PlanCandidate) -> bool:
-    """Returns whether the candidate seats newcomers at no cost; then they take their places at once."""
+    """Returns whether the candidate gives places to more devices without lowering the value of the plan that is
+    kept.
+    """
     return c.kind == FILL and c.devices > kept.devices and c.value >= kept.value
 
 

@@ -1,5 +1,5 @@
-"""Cuts the layers of one pipeline into stages, and computes how long it then takes: the best cut, or a good one with
-its gap.
+"""Cuts the layers of one pipeline into stages, and computes how long a step of it takes; finds the best cut, or a good
+one and its gap to the bound.
 
 Theory of operation. A *row* is the devices of one pipeline in order. What a cut of the layers costs on it is the time
 of 1F1B (`timing.OneFOneB`), to which each stage adds the all-reduce of its gradients and its optimizer (`charged`). No
@@ -57,14 +57,14 @@ GRID = 1.6
 
 
 def _usual(pipelines: int) -> int:
-    """Returns a number of pipelines that stands for all similar ones: an all-reduce's share, 2 (P - 1) / P, changes
-    little with many.
+    """Returns the number of pipelines to search cuts for: 16 stands for all above 2, since the all-reduce's share, 2 (P
+    - 1) / P, changes little.
     """
     return pipelines if pipelines < 3 else 16
 
 
 def evenest_s(sums: Sequence[float], stages: int) -> float:
-    """Returns the sum of the longest stage where layers are cut most evenly; no more than that, but for rounding.
+    """Returns a lower bound of the longest stage's sum if layers are cut as evenly as possible.
 
     Args:
         sums: Sums over the first layers, from 0 on.
@@ -95,18 +95,18 @@ def reduce_s(nbytes: float, owners: int, link: LinkRate, hop_s: float = 0.0) -> 
 
 
 def reduce_latency_s(link: LinkRate, hop_s: float) -> float:
-    """Returns the latency of an all-reduce, up the trees and down, in seconds."""
+    """Returns the latency of an all-reduce (s): once up the tree and once down."""
     return 2 * (link.latency_s + hop_s)
 
 
 def byte_s(owners: int, link: LinkRate) -> float:
-    """Returns the seconds per byte of an all-reduce."""
+    """Returns the seconds that an all-reduce takes per byte."""
     return 2 * (owners - 1) / owners * 8.0 / link.rate_bps
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """Cut of one pipeline's layers into stages, and its costs."""
+    """Division of one pipeline's layers into stages, with the times of its stages."""
 
     at: tuple[int, ...]
     """First layer of each stage, and the number of layers."""
@@ -127,7 +127,7 @@ def _charged(cut: LayerCut) -> float:
 
 
 class _Scaled(NamedTuple):
-    """Sums of seconds over the first layers, on a device of some speed."""
+    """Prefix sums of the layers' seconds on a device of some speed."""
 
     forward: list[float]
     backward: list[float]
@@ -136,7 +136,7 @@ class _Scaled(NamedTuple):
 
 
 class Tables:
-    """Sums over layers that all rows of a job share."""
+    """Prefix sums over the layers of a job, shared by the searches for all its pipelines."""
 
     def __init__(self, job: TrainingJob) -> None:
         self.job = job
@@ -163,7 +163,7 @@ class Tables:
         return found
 
     def hops(self, link: LinkRate) -> list[float]:
-        """Returns the seconds of a hop behind each layer."""
+        """Returns the seconds of sending the tensor behind each layer over a link."""
         found = self._hops.get(link.kind)
         if found is None:
             job = self.job
@@ -171,7 +171,8 @@ class Tables:
         return found
 
     def exposed_s(self, speed: float, byte_s: float, latency_s: float, first: int, end: int) -> float:
-        """Returns the seconds after the backward unit of layers [first, end) until their gradients are sent.
+        """Returns the seconds from the end of the backward pass of layers [first, end) to the end of the gradients'
+        all-reduce.
 
         The layers up to any one become ready at that one's end or later, and leave one after the other. So it is the
         most, over layers, of the seconds of the bytes up to there less the backward time of the layers before.
@@ -195,8 +196,8 @@ class Tables:
         return max(0.0, latency_s + row[end - first - 1] - byte_s * gradients[first] + hidden)
 
     def kept(self, flight: int) -> list[int]:
-        """Returns sums over the first layers of the bytes that a stage keeps for `flight` micro-batches, without
-        workspace and boundaries.
+        """Returns prefix sums, over the layers, of the bytes that a stage keeps with `flight` micro-batches in flight,
+        without workspace and boundary tensors.
         """
         while len(self._kept) <= flight:
             last = self._kept[-1]
@@ -205,7 +206,7 @@ class Tables:
 
 
 class DeviceRow:
-    """Cuts the layers for the devices of one pipeline.
+    """Search for the best cut of the layers for the devices of one pipeline.
 
     Args:
         tables: Tables of the job.
@@ -238,7 +239,7 @@ class DeviceRow:
     # ------------------------------------------------------------------------------------------------ one cut
 
     def times(self, at: tuple[int, ...]) -> PipelineTimes:
-        """Returns the times of the stages of a cut."""
+        """Returns the times of the stages and hops for a cut."""
         u, rows = self.unit_s, list(zip(self.scaled, pairwise(at), strict=True))
         return PipelineTimes(
             tuple(s.forward[y] - s.forward[x] + u for s, (x, y) in rows),
@@ -247,8 +248,8 @@ class DeviceRow:
         )
 
     def tail_s(self, k: int, first: int, end: int, pipelines: int) -> float:
-        """Returns the seconds after the last backward unit of a stage: all-reduces that the unit does not hide, and the
-        optimizer.
+        """Returns the seconds from the end of a stage's last backward pass to the end of its optimizer step, with the
+        part of the all-reduce that the pass does not hide.
 
         No plan has less, whatever groups of layers its pipelines make; one whose pipelines are cut alike has no more.
         """
@@ -260,20 +261,18 @@ class DeviceRow:
         return found
 
     def least_tail_s(self, k: int, first: int, end: int, pipelines: int) -> float:
-        """Returns a part of `tail_s` that does not fall where a stage takes more layers: its seconds with one layer to
-        reduce.
+        """Returns a lower bound of `tail_s` that never falls if a stage takes more layers: the seconds with one layer
+        to reduce.
         """
         optimizer = self.scaled[k].optimizer
         return self.least_reduce_s(pipelines) + optimizer[end] - optimizer[first]
 
     def least_reduce_s(self, pipelines: int) -> float:
-        """Returns the seconds of the all-reduce of the layer with the fewest gradients."""
+        """Returns the seconds of the all-reduce of the layer with the fewest gradient bytes."""
         return reduce_s(self.tables.least_gradient_nbytes, pipelines, self.reduce, self.job.overheads.hop_s)
 
     def memory(self, k: int, first: int, end: int, m: int) -> int:
-        """Returns the peak bytes of stage `k`, with the micro-batches in flight that 1F1B has (`job.stage_memory` says
-        what they are for).
-        """
+        """Returns the peak memory of stage `k` in bytes, with as many micro-batches in flight as 1F1B has."""
         c = self.job.costs
         kept = self.tables.kept(in_flight(self.stages, k, m, self.extra))
         total = kept[end] - kept[first] + c.workspace(first, end)
@@ -285,7 +284,7 @@ class DeviceRow:
         return all(self.memory(k, x, y, m) <= self.rooms[k] for k, (x, y) in enumerate(pairwise(at)))
 
     def most_micro_batches(self, at: tuple[int, ...], limit: int) -> int:
-        """Returns the number of micro-batches of a step, up to a limit, for which this cut has memory."""
+        """Returns the largest number of micro-batches per step, up to a limit, for which a cut fits into memory."""
         low, high = 0, limit + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -293,7 +292,7 @@ class DeviceRow:
         return low
 
     def charge(self, at: tuple[int, ...], m: int, pipelines: int, bound_s: float = -math.inf) -> LayerCut:
-        """Returns the costs of a cut with `m` micro-batches, beside `pipelines - 1` other pipelines."""
+        """Returns a cut with its costs for `m` micro-batches in one of `pipelines` pipelines."""
         done = self._run(at, m)
         return LayerCut(at, tuple(done.ends_s), max(self._late(done, at, pipelines)), bound_s)
 
@@ -306,7 +305,7 @@ class DeviceRow:
         return found
 
     def _late(self, done: OneFOneB, at: tuple[int, ...], pipelines: int) -> list[float]:
-        """Returns the second at which each stage ends, all-reduce and optimizer included."""
+        """Returns the second at which each stage is done with its step, all-reduce and optimizer included."""
         return [
             end + self.tail_s(k, x, y, pipelines)
             for k, (end, (x, y)) in enumerate(zip(done.ends_s, pairwise(at), strict=True))
@@ -315,7 +314,7 @@ class DeviceRow:
     # ------------------------------------------------------------------------------------------------ the best cut
 
     def best(self, m: int, pipelines: int) -> LayerCut | None:
-        """Returns the best cut for `m` micro-batches beside `pipelines - 1` other pipelines.
+        """Returns the best cut for `m` micro-batches in one of `pipelines` pipelines.
 
         Where there are more than `FEW` cuts, those are searched for some numbers of micro-batches and pipelines, and
         the nearest one is taken for the others.
@@ -331,19 +330,21 @@ class DeviceRow:
         return self._found[key]
 
     def few(self, m: int) -> bool:
-        """Returns whether cuts are so few that all are tried and the best one is known."""
+        """Returns whether there are so few cuts that all of them are tried."""
         cuts = math.comb(self.count - 1, self.stages - 1)
         return cuts <= (FEW_SMALL if self.count <= SMALL else FEW) and 2 * cuts * self.stages * m <= FEW_UNITS
 
     def bound_s(self, m: int, pipelines: int) -> float:
-        """Returns the least seconds of a step with this row, whatever its cut; infinity where no cut fits."""
+        """Returns the least seconds of a step with these devices, whatever the cut; infinity if no cut fits into
+        memory.
+        """
         if self.stages == 1 or self.few(m):
             cut = self.best(m, pipelines)
             return math.inf if cut is None else cut.charged_s
         return self.relaxed_s(m, pipelines)
 
     def relaxed_s(self, m: int, pipelines: int) -> float:
-        """Returns a lower bound of `bound_s`, for which no pipeline is simulated."""
+        """Returns a lower bound of `bound_s` that needs no simulation."""
         if self.stages > self.count:
             return math.inf
         key = (m, pipelines)
@@ -353,7 +354,7 @@ class DeviceRow:
         return self._least[key]
 
     def floor_s(self, m: int, pipelines: int) -> float:
-        """Returns a lower bound of `relaxed_s`, computed at once, for devices of one speed.
+        """Returns a lower bound of `relaxed_s` by a closed formula, for devices of one speed.
 
         It follows from the longest stage of the evenest cut: the time of all its units, and the bound `after first` of
         this module.
@@ -364,7 +365,7 @@ class DeviceRow:
         return max(m * both, after) + self.tail_s(0, 0, 1, pipelines)
 
     def most(self, time_s: float, pipelines: int) -> int:
-        """Returns the most micro-batches for which `floor_s` is within a time."""
+        """Returns the largest number of micro-batches for which `floor_s` is within a time limit."""
         both, backward = self._longest_s
         warm = self.stages + self.extra
         left = time_s * (1 + CLOSE) - self.tail_s(0, 0, 1, pipelines)
@@ -376,12 +377,14 @@ class DeviceRow:
 
     @cached_property
     def _longest_s(self) -> tuple[float, float]:
-        """Seconds of both units of the longest stage, and of its backward unit: no cut has less."""
+        """Lower bounds of the longest stage's seconds, forward and backward, and of its backward seconds, for
+        any cut.
+        """
         both = evenest_s(self.fastest.both, self.stages)
         return both, both * min(x.backward_s / (x.forward_s + x.backward_s) for x in self.job.layers)
 
     def quick(self, m: int) -> tuple[int, ...] | None:
-        """Returns a good cut at once, for more than one pipeline; None if no cut is found that fits."""
+        """Returns a good cut found without search, for a job with several pipelines; None if none fits into memory."""
         if self.stages > self.count:
             return None
         if self.stages == 1:
@@ -433,8 +436,8 @@ class DeviceRow:
         return best and self._near(best, m, pipelines)
 
     def _all(self, limits: _Bounds, best: LayerCut | None, bound: float) -> LayerCut | None:
-        """Searches all cuts that fit, depth first, without those of which a stage alone takes as long as the best
-        one.
+        """Returns the best of all cuts that fit into memory, by depth-first search that skips cuts in which a single
+        stage is too slow already.
         """
         m, pipelines, last, at = limits.m, limits.pipelines, self.stages - 1, [0]
         of = cache(limits.of)
@@ -460,7 +463,9 @@ class DeviceRow:
         return best
 
     def _near(self, best: LayerCut, m: int, pipelines: int) -> LayerCut:
-        """Moves one layer from a stage to another one, by way of those between, while that helps."""
+        """Returns the cut improved by local search: moves one layer from one stage to another for as long as that
+        helps.
+        """
         tries = max(2, UNITS // (2 * self.stages * m))
         paths = [self._critical(best.at, m, pipelines)]
         while True:
@@ -483,7 +488,9 @@ class DeviceRow:
             best, paths = found, paths[-PATHS:]
 
     def _critical(self, at: tuple[int, ...], m: int, pipelines: int) -> _Critical:
-        """Returns the path of units and hops that the step waits for."""
+        """Returns the critical path of a step: the chain of forward and backward passes and hops that decides its
+        length.
+        """
         done = self._run(at, m)
         late = self._late(done, at, pipelines)
         stage = late.index(max(late))
@@ -506,7 +513,7 @@ class DeviceRow:
 
 @dataclass(frozen=True, slots=True)
 class _Critical:
-    """Critical path, written as a sum over the borders of a cut."""
+    """Critical path of a step, with its length as a sum over the stage borders of a cut."""
 
     row: DeviceRow
     stages: tuple[tuple[int, int, bool], ...]
@@ -521,7 +528,7 @@ class _Critical:
     """Seconds of the path that no border changes."""
 
     def border_s(self, k: int, x: int) -> float:
-        """Returns the seconds that border `k` adds before layer `x`: it ends stage k - 1, and begins stage k."""
+        """Returns the seconds that border `k` contributes to the path if stage `k` begins with layer `x`."""
         found = self._sum_s(k - 1, x)
         if k < len(self.stages):
             found -= self._sum_s(k, x)
@@ -543,8 +550,8 @@ class _Critical:
 
 
 def _moves(at: tuple[int, ...], paths: Iterable[_Critical], least: float) -> list[tuple[int, ...]]:
-    """Returns cuts in which one layer has moved, so that all these paths are shorter than `least` (s); the most hopeful
-    one first.
+    """Returns the cuts with one layer moved on which all given paths are shorter than `least` (s), the most promising
+    cut first.
     """
     stages, found = len(at) - 1, []
     for step in (1, -1):
@@ -563,7 +570,7 @@ def _moves(at: tuple[int, ...], paths: Iterable[_Critical], least: float) -> lis
 
 
 class _Bounds:
-    """Lower bounds for one search: row, micro-batches and pipelines are fixed."""
+    """Lower bounds of a step's time for one search, with fixed devices, micro-batches and number of pipelines."""
 
     def __init__(self, row: DeviceRow, m: int, pipelines: int) -> None:
         self.row, self.m, self.pipelines = row, m, pipelines
@@ -583,7 +590,7 @@ class _Bounds:
         self.alike = self.least_output == max(outputs, default=0)
 
     def of(self, k: int, first: int, end: int) -> float:
-        """Returns a lower bound of the seconds that are charged if stage `k` has layers [first, end)."""
+        """Returns a lower bound of the step's seconds if stage `k` has the layers [first, end)."""
         row, m, warm, u = self.row, self.m, self.warm[k], self.row.unit_s
         own, fastest = row.scaled[k], row.fastest
         f = own.forward[end] - own.forward[first] + u
@@ -602,8 +609,8 @@ class _Bounds:
         return both[end] - both[first]
 
     def fits(self, k: int, first: int, end: int, *, relaxed: bool) -> bool:
-        """Returns whether memory suffices; `relaxed` takes the least boundary tensor, so that more layers never need
-        less.
+        """Returns whether a stage fits into memory; `relaxed` counts the smallest boundary tensor, so that more layers
+        never need less memory.
         """
         row, m = self.row, self.m
         nbytes = row.memory(k, first, end, m)
@@ -616,7 +623,7 @@ class _Bounds:
     def _longest(
         self, cost_of: Callable[[int, int, int], float], time_s: float, share: float, *, relaxed: bool
     ) -> tuple[tuple[int, ...] | None, float, float]:
-        """Returns the cut in which each stage, from the first on, is as long as a time limit allows.
+        """Returns the greedy cut in which each stage, from the first on, takes as many layers as a time limit allows.
 
         Returns:
             The cut, or None where no cut keeps to the time; its bound; and the least time that lets some stage be
@@ -649,7 +656,8 @@ class _Bounds:
         return tuple(at), worst, more
 
     def least(self, *, relaxed: bool, near: tuple[int, ...] | None = None) -> tuple[tuple[int, ...], float] | None:
-        """Returns the cut that keeps to the least time by the bounds, and that time; None if no cut fits.
+        """Returns the cut with the least time according to the lower bounds, and that time; None if no cut fits into
+        memory.
 
         Args:
             relaxed: Leave out how boundary tensors differ, so that it is a bound.
@@ -658,8 +666,8 @@ class _Bounds:
         return self._least(self.of, self.m, relaxed=relaxed, near=near)
 
     def balanced(self) -> tuple[tuple[int, ...], float] | None:
-        """Returns the cut whose longest stage is shortest, with early stages as long as possible; None if no cut
-        fits.
+        """Returns the cut whose longest stage is shortest, with early stages as long as possible; None if no cut fits
+        into memory.
         """
         return self._least(self._longest_of, 1.0, relaxed=False)
 
@@ -700,7 +708,7 @@ class _Bounds:
 
 
 class Cutter:
-    """Cuts pipelines of any length of devices of one kind.
+    """Search for cuts of pipelines of any length, on devices of one kind.
 
     Args:
         job: Job with layers, overheads and memory rules.
@@ -731,7 +739,7 @@ class Cutter:
         return Tables(self.job)
 
     def row(self, stages: int) -> DeviceRow:
-        """Returns the row of a pipeline of so many devices."""
+        """Returns the search for cuts of a pipeline of this many devices."""
         found = self._rows.get(stages)
         if found is None:
             each = self.per_host or stages
@@ -740,5 +748,5 @@ class Cutter:
         return found
 
     def best(self, stages: int, m: int, pipelines: int) -> LayerCut | None:
-        """Returns the best cut into `stages`; see `DeviceRow.best`."""
+        """Returns the best cut of the layers into `stages` stages."""
         return self.row(stages).best(m, pipelines)

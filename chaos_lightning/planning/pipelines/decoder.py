@@ -1,4 +1,4 @@
-"""Computes layers of decoder models by formula: times and bytes of the embedding, of each block and of the head.
+"""Computes the layers of decoder models by formula: times and bytes of the embedding, each block and the head.
 
 Sizes: batch b (samples of one micro-batch), sequence s, width h, heads a (of keys and values: k), width f between the
 two halves of the feed-forward part, vocabulary V, cards t of one device (tensor parallelism).
@@ -38,7 +38,7 @@ GROWTH = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """A decoder model on cards of some speed."""
+    """Decoder model (GPT or Llama) on cards of a given speed."""
 
     __pydantic_config__ = CLOSED
 
@@ -114,7 +114,7 @@ class Decoder:
 
     @property
     def matrices(self) -> int:
-        """Parameters of a block's matrices."""
+        """Number of parameters in the matrices of a block."""
         h = self.width
         return 2 * h * h + 2 * h * h * self.k // self.a + (3 if self.gated else 2) * h * self.f
 
@@ -125,8 +125,8 @@ class Decoder:
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters of the embedding. Positions are learnt where the model is not gated: Llama's are
-        computed.
+        """Number of parameters of the embedding; position embeddings count unless the model is gated, like Llama, which
+        computes positions.
         """
         return self.width * (self.vocabulary + (0 if self.gated else self.sequence))
 
@@ -136,30 +136,30 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the whole model; a head's matrix that is the embedding's counts once."""
+        """Number of parameters of the whole model; a matrix shared by head and embedding counts once."""
         twice = self.width * self.vocabulary if self.tied else 0
         return self.embedding_parameters + self.layers * self.block_parameters + self.head_parameters - twice
 
     @property
     def tied_nbytes(self) -> int:
-        """Bytes of the gradient of the matrix that embedding and head share; 0 if they share none."""
+        """Gradient bytes of the matrix shared by embedding and head; 0 if they share none."""
         return self.width * self.vocabulary * self.gradient_bytes if self.tied else 0
 
     # ------------------------------------------------------------------------------------------------ bytes and times
 
     @property
     def attention_flop(self) -> int:
-        """Floating-point operations of attention scores and their use in a forward pass."""
+        """Floating-point operations of attention scores, and of their product with the values, in a forward pass."""
         return 4 * self.tokens * self.sequence * self.width
 
     @property
     def attention_nbytes(self) -> int:
-        """Bytes of attention scores among a block's activations: the term 5 a s / h."""
+        """Bytes that a block keeps for attention scores: the term 5 a s / h of the paper."""
         return 5 * self.tokens * self.a * self.sequence
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of a block's activations without attention scores."""
+        """Bytes of activations that a block keeps, without attention scores."""
         alike = 10 * (1 if self.sequence_parallel else self.cards) * self.width
         return self.tokens * (alike + 8 * self.width + (8 if self.gated else 4) * self.f)
 
@@ -192,7 +192,7 @@ class Decoder:
 
     @property
     def work(self) -> ModelWork:
-        """Arithmetic of a micro-batch, and the assumptions on its speed."""
+        """Floating-point operations of a micro-batch, and the assumptions about the speed at which they run."""
         block = 2 * self.matrices * self.tokens + self.attention_flop
         head = 2 * self.width * self.vocabulary * self.tokens
         state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
@@ -224,7 +224,7 @@ class Decoder:
 
 
 def read_model(text: str, **more: Any) -> Decoder:
-    """Returns the decoder that a text such as "gpt:32,4096" means: 32 blocks of width 4096.
+    """Returns the decoder described by a text such as "gpt:32,4096": 32 blocks of width 4096.
 
     Raises:
         JobError: The text names no decoder.

@@ -1,5 +1,5 @@
-"""Finds the best plan for n equal devices: how many pipelines, how long, how many micro-batches each; at once, then
-exactly.
+"""Finds the best plan for n equal devices: number and lengths of pipelines, and micro-batches of each; a good one at
+once, then the best one.
 
 Theory of operation. A pipeline of p devices takes T(p, m) seconds for m micro-batches with its best cut (`cuts`), its
 all-reduce and optimizer included, and has a capacity c_p(t) (`split`). A step of M micro-batches takes at most t if and
@@ -44,7 +44,7 @@ COUNTED = 64
 
 
 class Alike(NamedTuple):
-    """Pipelines of the same length and number of micro-batches."""
+    """Group of pipelines with the same length and number of micro-batches."""
 
     stages: int
     micro_batches: int
@@ -55,7 +55,7 @@ class Alike(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanShape:
-    """Shape of a plan: how many pipelines of which length, with how many micro-batches each."""
+    """Shape of a plan: number of pipelines of each length, with the micro-batches of each."""
 
     devices: int
     rows: tuple[Alike, ...]
@@ -73,7 +73,7 @@ class PlanShape:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Stages and micro-batches of each pipeline."""
+        """Number of stages and of micro-batches of each pipeline."""
         return tuple((r.stages, r.micro_batches) for r in self.rows for _ in range(r.times))
 
     @property
@@ -82,12 +82,14 @@ class PlanShape:
 
     @property
     def gap(self) -> float:
-        """Fraction by which a better shape might be charged less."""
+        """Largest fraction by which the step of a better shape might be shorter."""
         return 0.0 if self.exact else max(0.0, 1 - self.bound_s / self.charged_s)
 
 
 class _Line(NamedTuple):
-    """Times T(p, m) of pipelines of one length, taken as linear in m between points."""
+    """Seconds of a pipeline of one length by its number of micro-batches, interpolated linearly between simulated
+    points.
+    """
 
     at: tuple[int, ...]
     times_s: tuple[float, ...]
@@ -95,7 +97,7 @@ class _Line(NamedTuple):
     """Most micro-batches that memory allows."""
 
     def capacity(self, time_s: float) -> int:
-        """Returns the number of micro-batches that the pipeline does in a time (s)."""
+        """Returns how many micro-batches the pipeline can do within a time (s)."""
         at, t = self.at, self.times_s
         if time_s < t[0]:
             return 0
@@ -113,7 +115,7 @@ Caps = dict[int, int]
 
 
 class Shapes:
-    """Finds shapes for one kind of device and any number of them.
+    """Search for the best shape of a plan, for any number of devices of one kind.
 
     Args:
         cutter: Cuts pipelines of such devices.
@@ -136,7 +138,9 @@ class Shapes:
     # ------------------------------------------------------------------------------------------------ times
 
     def time_s(self, stages: int, m: int, pipelines: int) -> float:
-        """Returns T(p, m), seconds of a pipeline beside `pipelines - 1` others; infinity where no cut fits."""
+        """Returns the seconds of one of `pipelines` pipelines, with `stages` stages and `m` micro-batches: T(p, m);
+        infinity if no cut fits into memory.
+        """
         cut = self.cutter.best(stages, m, pipelines)
         return math.inf if cut is None else cut.charged_s
 
@@ -164,7 +168,7 @@ class Shapes:
         return _Line(tuple(sorted(cuts)), times, row.most_micro_batches(cuts[last], self.total))
 
     def _by_steps(self, time_s: Callable[[int, int, int], float]) -> Steps:
-        """Returns splitters by a cheap bound first, for lengths of which all cuts are tried, and then by the times
+        """Returns two splitters of micro-batches: one by a cheap lower bound of pipeline times, one by the times
         themselves.
         """
 
@@ -179,14 +183,14 @@ class Shapes:
         return line.capacity(time_s) if line else 1
 
     def warm(self) -> None:
-        """Fills the table of pipeline times, so that first answers come at once."""
+        """Simulates pipelines of all lengths in advance, so that the first answers come at once."""
         for p in range(1, self.longest + 1):
             self._line(p)
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def first(self, devices: int) -> PlanShape | None:
-        """Returns a good shape at once; None where no pipeline of at most so many devices fits into memory."""
+        """Returns a good shape at once; None if no pipeline of at most this many devices fits into memory."""
         lengths = self._lengths(devices)
         shortest = next((line for p in lengths if (line := self._line(p))), None)
         if shortest is None:
@@ -220,8 +224,8 @@ class Shapes:
         return self.over(devices, best, high)
 
     def over(self, devices: int, lengths: Collection[int], near_s: float = 0.0) -> PlanShape | None:
-        """Returns the best split of the micro-batches over pipelines of given lengths; None: there are none, or none
-        fits.
+        """Returns the best shape of pipelines with the given lengths: splits the micro-batches over them; None if none
+        fits into memory.
 
         Args:
             devices: Number of devices.
@@ -232,14 +236,14 @@ class Shapes:
         return self._shape(devices, self.splitter.over(chosen, near_s)) if chosen else None
 
     def exact(self, devices: int) -> PlanShape | None:
-        """Returns the best shape; None where no pipeline of at most so many devices fits into memory."""
+        """Returns the best shape; None if no pipeline of at most this many devices fits into memory."""
         lengths, first = self._lengths(devices), self.first(devices)
         best = Filling(first.pairs, first.charged_s, 0.0) if first else None
         return self._shape(devices, self._best(self._exact, devices, lengths, best))
 
     def bound_s(self, devices: int, near_s: float = math.inf) -> float:
-        """Returns the least seconds of a step without its commit, whatever the lengths, splits and cuts; infinity if no
-        pipeline fits.
+        """Returns a lower bound of a step's seconds, without commit, over all lengths, splits and cuts; infinity if no
+        pipeline fits into memory.
 
         Args:
             devices: Number of devices.
@@ -269,7 +273,7 @@ class Shapes:
         lengths: list[int],
         best: Filling[int] | None,
     ) -> Filling[int] | None:
-        """Returns the best filling, and a bound of all, by the times of the last step; None where nothing fits."""
+        """Returns the best set of pipelines, with a lower bound for all sets; None if none fits into memory."""
         best = best or (self._relaxed(steps, devices, lengths, 1, None) if lengths else None)
         if best is None:
             return None
@@ -290,7 +294,7 @@ class Shapes:
         best: Filling[int] | None,
         close: float = CLOSE,
     ) -> Filling[int] | None:
-        """Returns the best filling of any number of pipelines that are charged as if they were `pipelines`."""
+        """Returns the best set of pipelines, of any number, with all-reduces priced as among `pipelines` of them."""
 
         def filled(time_s: float) -> tuple[Pairs[int] | None, float]:
             return self._filled(steps, lengths, time_s, pipelines, lambda caps: _fill(caps, devices, self.total))
@@ -305,8 +309,8 @@ class Shapes:
         pipelines: int,
         fill: Callable[[Caps], list[int] | None],
     ) -> tuple[Pairs[int] | None, float]:
-        """Returns the pipelines that `fill` chooses by capacities, which are found out only for lengths that it would
-        choose.
+        """Returns the pipelines that `fill` chooses for a time limit; exact capacities are computed only for lengths
+        that it would choose.
 
         The others are taken to do what `DeviceRow.floor_s` lets them, which is more.
 
@@ -329,7 +333,7 @@ class Shapes:
         return self.cutter.row(stages).floor_s(m, pipelines)
 
     def _most(self, stages: int, time_s: float, pipelines: int) -> int:
-        """Returns the most micro-batches that a pipeline may do in a time, by a bound (`DeviceRow.floor_s`)."""
+        """Returns an upper bound of the micro-batches that a pipeline can do within a time (`DeviceRow.floor_s`)."""
         return min(self.total, self.cutter.row(stages).most(time_s, pipelines))
 
     def _looked_up(
@@ -339,7 +343,8 @@ class Shapes:
         fill: Callable[[Caps], list[int] | None],
         asked: dict[int, int],
     ) -> tuple[list[int] | None, Caps, dict[int, int]]:
-        """Returns what `fill` chooses, by capacities that are found out only for lengths which it would choose.
+        """Returns the lengths of pipelines that `fill` chooses; exact capacities are computed only for lengths that it
+        would choose.
 
         Args:
             most: Upper bound of the capacity of each length.
@@ -365,7 +370,9 @@ class Shapes:
                 asked[p] = taken[p]
 
     def _proved(self, steps: Steps, devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
-        """Says whether anything better could exist: how few pipelines it would have, and what those can do."""
+        """Returns the set of pipelines `best` with a lower bound of any set's time, found with as few pipelines as a
+        faster set would have.
+        """
         limit = best.time_s * (1 - 10 * CLOSE)
         few = self._few(steps, devices, lengths, limit)
         if few >= len(best.pairs):
@@ -375,7 +382,9 @@ class Shapes:
         return replace(best, bound_s=low.bound_s if low.bound_s < limit else best.time_s)
 
     def _few(self, steps: Steps, devices: int, lengths: list[int], time_s: float) -> int:
-        """Returns the least number of pipelines that do all micro-batches in a time, charged for their own number."""
+        """Returns the least number of pipelines that do all micro-batches within a time, with all-reduces priced for
+        that number.
+        """
         # Two pipelines of the longest kind do half of the micro-batches each, at least one stage in the mean time.
         mean_s = self.cutter.row(1).fastest.both[-1] / lengths[-1]
         few = 3 if self.total / 2 * mean_s > time_s else 1
@@ -384,8 +393,8 @@ class Shapes:
         return few
 
     def _fewest(self, steps: Steps, lengths: list[int], time_s: float, pipelines: int, devices: int) -> int:
-        """Returns the least number of pipelines that do all micro-batches in a time; `devices` + 1 if no number of them
-        does.
+        """Returns the least number of pipelines that do all micro-batches within a time, with all-reduces priced for
+        `pipelines`; `devices` + 1 if no number does.
         """
         least = devices + 1
 
@@ -398,7 +407,9 @@ class Shapes:
         return least
 
     def _counted(self, steps: Steps, devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
-        """Returns the best filling, with the number of pipelines as a dimension of the knapsack."""
+        """Returns the best set of pipelines, by a knapsack over lengths and their number, in which all-reduces are
+        priced for the number used.
+        """
         for pipelines in range(1, min(devices, self.total) + 1):
             limit = best.time_s * (1 - 10 * CLOSE)
             some, _ = self._filled(steps, lengths, limit, pipelines, lambda caps: _fill(caps, devices, self.total))
@@ -427,7 +438,9 @@ class Shapes:
 
 
 def _useful(caps: Caps, devices: int) -> list[tuple[int, int]]:
-    """Returns (length, capacity) of lengths that do more than every shorter one, shortest first."""
+    """Returns the (length, capacity) pairs of pipelines that do more micro-batches than every shorter one, shortest
+    first.
+    """
     found: list[tuple[int, int]] = []
     for p in sorted(caps):
         if p <= devices and (not found or caps[p] > found[-1][1]):
@@ -436,8 +449,8 @@ def _useful(caps: Caps, devices: int) -> list[tuple[int, int]]:
 
 
 def _fill(caps: Caps, devices: int, total: int) -> list[int] | None:
-    """Returns lengths with a sum of at most `devices` that do at least `total` micro-batches; None if there are
-    none.
+    """Returns lengths of pipelines, with `devices` devices at most, that do at least `total` micro-batches; None if
+    there are none.
     """
     items = _useful(caps, devices)
     if not items:
@@ -472,8 +485,8 @@ def _fill(caps: Caps, devices: int, total: int) -> list[int] | None:
 
 
 def _fill_counted(caps: Caps, devices: int, total: int, most: int) -> list[int] | None:
-    """Returns at most `most` lengths with a sum of at most `devices` that do at least `total`; None if there are
-    none.
+    """Returns at most `most` lengths of pipelines, with `devices` devices at most, that do at least `total`
+    micro-batches; None if there are none.
     """
     items = _useful(caps, devices)
     rows = [[0] * (devices + 1)]
@@ -500,8 +513,8 @@ def _fill_counted(caps: Caps, devices: int, total: int, most: int) -> list[int] 
 
 
 def _fewest(caps: Caps, devices: int, total: int) -> tuple[int, list[int] | None]:
-    """Returns the least number of pipelines that do `total` on `devices`: the linear program over one or two lengths,
-    rounded up.
+    """Returns a lower bound of the number of pipelines that do `total` micro-batches on `devices`, by linear
+    programming.
 
     Returns:
         Their number and lengths; `devices` + 1 and None if no number of pipelines does.

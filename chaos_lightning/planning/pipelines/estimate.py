@@ -1,4 +1,4 @@
-"""Estimates how long a step of a plan takes and how much memory each device needs, by running the step in virtual time.
+"""Estimates the time of a plan's step and the memory of each device, by a run of the step in virtual time.
 
 Theory of operation. Each pipeline runs its instruction lists (`timing`), with hops over the links between its own
 devices; pipelines that share micro-batches, for these make detours, run together (`lists`). While the last backward
@@ -27,7 +27,7 @@ from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes, S
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """Estimated costs of a step of a plan."""
+    """Estimated times and memory of a step of a plan."""
 
     step_s: float
     compute_s: float
@@ -48,7 +48,7 @@ class StepEstimate:
     """Run of the pipelines that share micro-batches; `plan_lists` writes its lists."""
 
     def over(self, job: TrainingJob) -> dict[str, int]:
-        """Returns the bytes that each device lacks; devices with enough memory are absent."""
+        """Returns how many bytes of memory each device lacks; devices with enough are absent."""
         return {
             name: short
             for name, use in self.memory.items()
@@ -58,7 +58,7 @@ class StepEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """All-reduce of one group of layers."""
+    """Estimated all-reduce of a group of layers that have the same owners."""
 
     first: int
     end: int
@@ -73,7 +73,7 @@ class Reduce:
 
 
 def pipeline_times(job: TrainingJob, pipeline: Pipeline) -> PipelineTimes:
-    """Returns the times of units and hops of a pipeline whose places are all filled."""
+    """Returns the times of passes and hops of a pipeline without vacant places."""
     c, o = job.costs, job.overheads
     stages = pipeline.stages
     speeds = [job.by_name[s.device].speed for s in stages]
@@ -122,8 +122,7 @@ def estimate(job: TrainingJob, plan: PipelinePlan, *, caps: Sequence[int] = CAPS
 
 
 def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory: dict[str, MemoryUse]) -> StepEstimate:
-    """Returns the estimate of a step whose last backward units end at given times: adds all-reduces, commit and
-    optimizer.
+    """Returns the estimate of a step from the ends of the last backward passes: adds all-reduces, commit and optimizer.
 
     Args:
         job: The job.
@@ -146,7 +145,8 @@ def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory:
 
 
 def _tied_s(job: TrainingJob, plan: PipelinePlan, reduces: Sequence[Reduce]) -> float:
-    """Returns the second at which all owners of the first and the last layer have the gradient that these share.
+    """Returns the second at which all owners of the first and the last layer have the gradient of the weights that
+    these layers share.
 
     Each layer's owners reduce it among themselves first, as Megatron-LM does (Narayanan et al., arXiv 2104.04473).
     """
@@ -163,7 +163,7 @@ def all_reduces(
     ends: Mapping[str, float],
     groups: Iterable[tuple[range, Sequence[str]]] | None = None,
 ) -> list[Reduce]:
-    """Returns the all-reduce of each group, in the order of sending.
+    """Returns the estimated all-reduce of each group of layers, in the order in which they are sent.
 
     Args:
         job: The job.
@@ -196,8 +196,8 @@ def all_reduces(
 
 
 def _sent_s(job: TrainingJob, group: range, owners: Sequence[str], ready_s: Sequence[float]) -> tuple[float, float]:
-    """Returns the second at which the all-reduce of a group ends if links are free, and the seconds that it takes once
-    everything is ready.
+    """Returns the second at which the all-reduce of a group ends if links are free, and its seconds once all gradients
+    are ready.
 
     Args:
         job: The job.
@@ -212,8 +212,8 @@ def _sent_s(job: TrainingJob, group: range, owners: Sequence[str], ready_s: Sequ
 
 
 def slowest_link(job: TrainingJob, owners: Sequence[str]) -> LinkRate:
-    """Returns the slowest link that trees among these devices have to use: that of a chain in which hosts stay
-    together.
+    """Returns the slowest link that an all-reduce among these devices must use: that of a chain which keeps the devices
+    of a host together.
     """
     if len(owners) < 2:
         return LinkRate()
@@ -223,7 +223,7 @@ def slowest_link(job: TrainingJob, owners: Sequence[str]) -> LinkRate:
 
 
 def _links(job: TrainingJob, chain: Sequence[str]) -> list[LinkRate]:
-    """Returns the links of a chain of devices."""
+    """Returns the links along a chain of devices."""
     if not job.links:
         places = {job.by_name[x].place for x in chain}
         return [job.between_hosts] * (len(places) > 1) + [job.within_host] * (len(chain) > len(places))
@@ -231,7 +231,9 @@ def _links(job: TrainingJob, chain: Sequence[str]) -> list[LinkRate]:
 
 
 def timelines(job: TrainingJob, plan: PipelinePlan) -> list[ScheduleRun]:
-    """Returns when each unit of each pipeline runs, to be drawn; a worker is a stage. The plan must have no detours."""
+    """Returns the timeline of each pipeline, for drawings: when each stage runs each pass. Plans with detours are not
+    supported.
+    """
     found = []
     for p in plan.pipelines:
         lists: Sequence[Sequence[Instruction]] = one_f_one_b(len(p.stages), p.micro_batches, plan.in_flight_extra)

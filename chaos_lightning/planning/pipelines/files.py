@@ -1,4 +1,4 @@
-"""Reads jobs from YAML or JSON files into a `TrainingJob`, or tells in a line each what is wrong; and writes them.
+"""Reads a `TrainingJob` from a YAML or JSON file, with one line for each error in it; and writes such files.
 
     micro_batches: 32
     layers:
@@ -64,7 +64,7 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerEntry:
-    """A layer, or several that are alike: those are called NAME.0, NAME.1, ..."""
+    """Entry of a file for a layer, or for several equal ones, which are named NAME.0, NAME.1, ..."""
 
     __pydantic_config__ = CLOSED
 
@@ -83,7 +83,9 @@ class LayerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEntry:
-    """A device, or several that are alike: those are called NAME0, NAME1, ..., or NAME-0 behind a digit."""
+    """Entry of a file for a device, or for several equal ones, which are named NAME0, NAME1, ... (NAME-0, ... if NAME
+    ends in a digit).
+    """
 
     __pydantic_config__ = CLOSED
 
@@ -102,7 +104,7 @@ class DeviceEntry:
             raise JobError("host, per_host and hosts say the same; expected one of them")
 
     def made(self, count: int, tensor_parallel: int, first_host: int) -> Iterator[Device]:
-        """Yields the devices that this entry stands for.
+        """Yields the devices of this entry.
 
         Args:
             count: Number of cards.
@@ -128,7 +130,7 @@ class DeviceEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """Content of a file."""
+    """Content of a job's file."""
 
     __pydantic_config__ = CLOSED
 
@@ -231,7 +233,7 @@ CARDS_PER_HOST, CARDS, WITHIN, BETWEEN = (
 
 
 def find_job(model: str, devices: int | None = None) -> TrainingJob:
-    """Returns the job of a file, or of "gpt:LAYERS,WIDTH" on cards that are alike.
+    """Returns the job in a file, or the job of a text "gpt:LAYERS,WIDTH" on equal cards.
 
     Args:
         model: Path of a file, or a formula.
@@ -252,7 +254,7 @@ def find_job(model: str, devices: int | None = None) -> TrainingJob:
 
 
 def read_job(path: str | Path, devices: int | None = None) -> TrainingJob:
-    """Reads a job: `.json` is JSON, everything else YAML.
+    """Reads a job from a file: JSON if the name ends in `.json`, else YAML.
 
     Args:
         path: Path of the file.
@@ -273,7 +275,7 @@ def read_job(path: str | Path, devices: int | None = None) -> TrainingJob:
 
 
 def job_of(about: Any, source: str | Path = "job", devices: int | None = None) -> TrainingJob:
-    """Returns the job that a file's values describe, or a result of `to_dict`.
+    """Returns the job for the values of a file, or for a result of `to_dict`.
 
     Args:
         about: Mappings, lists, texts and numbers.
@@ -308,8 +310,8 @@ def _adapter() -> Any:
 
 
 def _in_numbers(value: Any, path: str, problems: list[str], depth: int = 0) -> Any:
-    """Returns the tree with each quantity as a number in its field's unit; notes texts that are no quantities in
-    `problems`.
+    """Returns the values of a file with each quantity as a number in its field's unit; adds an error to `problems` for
+    each text that is none.
     """
     if depth > _MAX_DEPTH:
         raise JobError(f"{path}: nested more than {_MAX_DEPTH} deep")
@@ -326,7 +328,7 @@ def _in_numbers(value: Any, path: str, problems: list[str], depth: int = 0) -> A
 
 
 def _number(value: Any, unit: str, path: str, problems: list[str]) -> Any:
-    """Returns the number that a text says; any other value unchanged."""
+    """Returns the number that a text such as "20 ms" stands for; other values unchanged."""
     parse, expected = _UNITS[unit]
     if isinstance(value, float) and value.is_integer() and unit == "_nbytes":
         return int(value)
@@ -340,7 +342,7 @@ def _number(value: Any, unit: str, path: str, problems: list[str]) -> Any:
 
 
 def _in_parts(tree: Any) -> Any:
-    """Returns the tree with each entry's layer or device as a mapping of its own."""
+    """Returns the values of a file with the fields of each layer or device moved into a mapping of their own."""
     if not isinstance(tree, dict):
         return tree
     found = dict(tree)
@@ -364,7 +366,7 @@ _PARTS: dict[str, tuple[type, str]] = {"layers": (LayerEntry, "layer"), "devices
 
 
 def _in_words(error: Mapping[str, Any]) -> str:
-    """Returns in one line an error that pydantic found."""
+    """Returns a pydantic error as one line of text."""
     kind, loc, given = error["type"], error["loc"], error["input"]
     if len(loc) > 2 and loc[0] in _PARTS and loc[2] == _PARTS[loc[0]][1]:
         loc = (*loc[:2], *loc[3:])
@@ -385,8 +387,8 @@ def _in_words(error: Mapping[str, Any]) -> str:
 
 
 def _below(path: str, problem: str, given: Any) -> str:
-    """Returns the text of an error that a dataclass raised, behind its place in the file; its first word may be a field
-    there.
+    """Returns a dataclass's error text with its path in the file in front; if the text begins with a field's name, that
+    becomes part of the path.
     """
     name = given.get("name") if isinstance(given, Mapping) else None
     for words in (f"layer {name!r}: ", f"device {name!r}: ", "a link's ", f"{path}: "):
@@ -426,7 +428,7 @@ def _known(loc: Sequence[str | int]) -> list[str]:
 
 
 def schema() -> dict[str, Any]:
-    """Returns the JSON schema of a file, for editors."""
+    """Returns the JSON schema of a job's file, for editors."""
     found: dict[str, Any] = _adapter().json_schema()
     found["title"] = "A job of chaos-lightning plan"
     for entry, part in _PARTS.values():
@@ -446,7 +448,7 @@ def schema() -> dict[str, Any]:
 
 
 def to_dict(job: TrainingJob) -> dict[str, Any]:
-    """Returns the job as a value for JSON, from which `job_of` makes the job again. Defaults are left out."""
+    """Returns the job as JSON values that `job_of` reads back; fields with their default are left out."""
     about: dict[str, Any] = {"micro_batches": job.micro_batches}
     for name, value in (
         ("layers", job.layers),

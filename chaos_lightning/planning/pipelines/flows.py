@@ -1,4 +1,4 @@
-"""Finds the cheapest flow through a small network, in whole numbers of any size, exactly.
+"""Finds minimum-cost flows through a small network, exactly, in whole numbers of any size.
 
 Theory of operation. Successive shortest paths: each is found by Dijkstra's algorithm on costs that potentials have made
 non-negative, and takes as much as fits. A search ends at the sink, so it sees a small part of the network. With costs
@@ -28,7 +28,7 @@ class FlowNetwork:
         """Nodes that the last search of `send` came to."""
 
     def arc(self, tail: int, head: int, capacity: int, cost: int = 0) -> int:
-        """Adds an arc of a cost of at least 0; returns its number."""
+        """Adds an arc with a cost that is not negative; returns its number."""
         number = len(self._head)
         self._head += [head, tail]
         self._cost += [cost, -cost]
@@ -38,14 +38,14 @@ class FlowNetwork:
         return number
 
     def widen(self, arc: int, by: int) -> None:
-        """Raises the capacity of an arc. What was sent stays the cheapest only where costs are zero."""
+        """Raises the capacity of an arc; flow that was sent before stays the cheapest only if costs are zero."""
         self._left[arc] += by
 
     def sent(self, arc: int) -> int:
         return self._left[arc ^ 1]
 
     def send(self, source: int, sink: int, most: int) -> int:
-        """Sends up to `most` more at the least cost; returns how much that was.
+        """Sends up to `most` more units of flow at the least cost; returns how many could be sent.
 
         Several sources are served one after the other: each takes up what others have sent where that is cheaper in
         all, so that the whole flow is the cheapest. All of them send to the same sink.

@@ -1,4 +1,5 @@
-"""Keeps the places of devices in a fleet of equal ones: a shape, and the places in it that losses have left vacant.
+"""Represents plans for fleets of equal devices by counters: a shape of pipelines, and the places in it that losses have
+left vacant.
 
 Theory of operation. A `Formation` is to a `PlanShape` what a plan with vacant stages is to one without: it knows by row
 and stage how many places nobody fills. Places are numbered through the pipelines, the longest first, stage by stage.
@@ -39,7 +40,7 @@ FINE = 1000
 
 @dataclass(frozen=True)
 class Formation:
-    """Shape of a plan, with vacant places."""
+    """Plan for equal devices: a shape of pipelines, and the places that losses have left vacant."""
 
     shape: PlanShape
     cuts: tuple[tuple[int, ...], ...]
@@ -50,7 +51,7 @@ class Formation:
 
     @cached_property
     def starts(self) -> list[int]:
-        """First place of each row; then the number of places."""
+        """Number of the first place of each group of equal pipelines; the last entry is the number of places."""
         found = [0]
         for r in self.shape.rows:
             found.append(found[-1] + r.times * r.stages)
@@ -61,13 +62,13 @@ class Formation:
         return self.starts[-1]
 
     def seat(self, place: int) -> tuple[int, int, int]:
-        """Returns row, pipeline of that row, and stage of a place."""
+        """Returns a place's position: group of equal pipelines, pipeline in the group, and stage."""
         row = bisect_right(self.starts, place) - 1
         return (row, *divmod(place - self.starts[row], self.shape.rows[row].stages))
 
     @cached_property
     def holes(self) -> tuple[tuple[int, ...], ...]:
-        """Number of vacant places, by row and stage."""
+        """Number of vacant places, by group of equal pipelines and stage."""
         found = [[0] * r.stages for r in self.shape.rows]
         for place in self.vacant:
             row, _, stage = self.seat(place)
@@ -75,7 +76,7 @@ class Formation:
         return tuple(map(tuple, found))
 
     def without(self, places: Iterable[int]) -> Formation:
-        """Returns the formation after these places have lost their devices."""
+        """Returns the formation with these places vacant, after the loss of their devices."""
         more = frozenset(places) - self.vacant
         if not more:
             return self
@@ -88,7 +89,7 @@ class Formation:
         return found
 
     def filled(self, newcomers: int) -> Formation:
-        """Returns the formation after newcomers have taken vacant places; stages with most vacant places are filled
+        """Returns the formation after newcomers have taken vacant places, at the stages with most vacant places
         first.
         """
         by_stage: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -103,7 +104,7 @@ class Formation:
 
     @cached_property
     def broken(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Vacant stages of each pipeline that has any, by (row, pipeline)."""
+        """Vacant stages of each pipeline that has any, by (group of equal pipelines, pipeline in the group)."""
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
         for place in sorted(self.vacant):
             row, pipeline, stage = self.seat(place)
@@ -111,7 +112,7 @@ class Formation:
         return {key: tuple(stages) for key, stages in found.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the formation as a value for JSON."""
+        """Returns the formation as JSON values."""
         return {
             "rows": [r._asdict() | {"cut": list(at)} for r, at in zip(self.shape.rows, self.cuts, strict=True)],
             "vacant": sorted(self.vacant),
@@ -124,7 +125,7 @@ class Formation:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Layers between two neighbouring borders."""
+    """Layers between two neighbouring stage borders of a plan, and the stages that own them."""
 
     first: int
     end: int
@@ -142,7 +143,7 @@ def _groups(cuts: tuple[tuple[int, ...], ...]) -> tuple[_Group, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pauses:
-    """Costs of changing a plan, in seconds."""
+    """Seconds that changes of a plan cost, by kind of change."""
 
     reroute_s: float = 0.0
     """Seconds until micro-batches go other ways."""
@@ -157,7 +158,7 @@ class Pauses:
 
 
 class EqualFleet:
-    """Plans for a job on any number of devices of one kind; each is searched once.
+    """Plans for a job on any number of devices of one kind; the search for each number runs once.
 
     Args:
         job: Job whose first device stands for all; the number of devices matters for hosts alone.
@@ -177,7 +178,7 @@ class EqualFleet:
 
     @cached_property
     def shadowed(self) -> Shapes:
-        """Shapes for devices that also hold the stage behind their own and run its forward passes, as Bamboo's do."""
+        """Search for shapes on devices that also hold the next stage and run its forward passes, as in Bamboo."""
 
         def twice(x: Layer) -> Layer:
             return replace(
@@ -192,7 +193,7 @@ class EqualFleet:
     # ------------------------------------------------------------------------------------------------ plans
 
     def formation(self, kind: str, devices: int, was: PlanShape | None = None) -> Formation | None:
-        """Returns the plan of a kind for so many devices; None where none fits.
+        """Returns the plan that a search finds for this many devices; None if no plan fits into memory.
 
         Args:
             kind: Name of the search (`_KINDS`).
@@ -224,8 +225,8 @@ class EqualFleet:
         return found
 
     def guests(self, f: Formation) -> list[tuple[int, ...]]:
-        """Returns the guests of each device (micro-batches of vacant places), by row and stage; every group must have
-        an owner.
+        """Returns how many micro-batches of lost devices each remaining device takes over, by group of equal pipelines
+        and stage.
         """
         rows, both = f.shape.rows, self._both
         found = [[0.0] * r.stages for r in rows]
@@ -239,7 +240,7 @@ class EqualFleet:
         return [tuple(math.ceil(x - 1e-9) for x in row) for row in found]
 
     def step_s(self, f: Formation, slow: Mapping[int, float] | None = None) -> float:
-        """Returns the seconds of a step; `slow` has the speeds of devices by place, where they are not 1."""
+        """Returns the seconds of a step; `slow` gives the speed of slow devices by place."""
         slow = slow or {}
         if f.shadowed:
             return self._shadowed_step_s(f)
@@ -291,7 +292,7 @@ class EqualFleet:
         return longest + self.commit_s
 
     def lacks(self, f: Formation) -> str:
-        """Returns in words what a formation with guests lacks memory for; "": all fits."""
+        """Returns in words which stage lacks memory for the micro-batches that it takes over; "" if none does."""
         if not f.vacant or f.shadowed:
             return ""
         for r, at, guests in zip(f.shape.rows, f.cuts, self.guests(f), strict=True):
@@ -318,7 +319,7 @@ _KINDS: dict[str, Finder] = {
 
 @dataclass(kw_only=True)
 class EqualOptions:
-    """Ways to go on that a fleet of equal devices has at a moment; a method returns None for a way that is not
+    """Options of a fleet of equal devices at the moment of a decision; a method returns None if its option is not
     possible.
     """
 
@@ -357,7 +358,7 @@ class EqualOptions:
         )
 
     def _distinct(self, f: Formation) -> list[int]:
-        """Returns the number of devices that hold the layers of each set of owners."""
+        """Returns, for each set of stages that own the same layers, the number of their devices that are left."""
         rows, found = f.shape.rows, {}
         for g, live in zip(_groups(f.cuts), self.fleet.live(f), strict=True):
             found[tuple((r, s) for r, s in g.owners if rows[r].times > f.holes[r][s])] = live
@@ -376,13 +377,15 @@ class EqualOptions:
 
     @property
     def _redo_s(self) -> float:
-        """Seconds of the open step, which is run again whatever is chosen: the mean over the moment of the loss."""
+        """Seconds of work that a loss makes run again: half of the open step on average."""
         if not self.lost or self.before is None:
             return 0.0
         return (self.before.shape.charged_s if self.running_s is None else self.running_s) / 2
 
     def keep(self) -> PlanCandidate | None:
-        """Returns the candidate that goes on: the micro-batches of lost devices go to the owners of the same layers."""
+        """Returns the candidate that goes on without moves: owners of the same layers take the lost devices'
+        micro-batches.
+        """
         f = self.before
         if f is None or f.shadowed or self.fatal:
             return None
@@ -391,7 +394,7 @@ class EqualOptions:
         return self._candidate(f, KEEP, pause, self._redo_s, step_s)
 
     def fill(self) -> PlanCandidate | None:
-        """Returns the candidate that seats idle devices in vacant places."""
+        """Returns the candidate that gives vacant places to idle devices."""
         f = self.before
         if f is None or f.shadowed or self.fatal or not f.vacant or not self.idle:
             return None
@@ -400,8 +403,8 @@ class EqualOptions:
         return self._candidate(after, FILL, self.fleet.pauses.fill_s, self._redo_s, step_s)
 
     def avoid(self) -> PlanCandidate | None:
-        """Returns the candidate that puts slow devices out of the plan as if they were lost, and seats idle ones
-        there.
+        """Returns the candidate that removes slow devices from the plan as if they were lost, and gives their places to
+        idle ones.
         """
         f = self.before
         if f is None or f.shadowed or self.fatal or not self.slow:
@@ -413,8 +416,8 @@ class EqualOptions:
         return self._candidate(after, FILL, self.fleet.pauses.fill_s, self._redo_s, step_s)
 
     def move(self, kind: str = "best") -> PlanCandidate | None:
-        """Returns the candidate that moves layers, so that all devices that are not slow train by a plan of this
-        kind.
+        """Returns the candidate that moves layers to a new plan, found by the given search, for all devices that are
+        not slow.
         """
         healthy = self.devices - len(self.slow) - self.slow_idle
         was = self.before.shape if self.before else None
@@ -428,8 +431,8 @@ class EqualOptions:
         return self._candidate(after, MOVE, self.fleet.pauses.move_s if f else 0.0, self._redo_s, step_s)
 
     def shadow(self) -> PlanCandidate | None:
-        """Returns the candidate in which the device before each lost one takes over its stage; None if two neighbours
-        are lost.
+        """Returns the candidate in which the device before each lost one takes over the lost stage; None if two
+        neighbours are lost.
         """
         f = self.before
         if f is None or not f.shadowed:
@@ -443,7 +446,7 @@ class EqualOptions:
         return self._candidate(f, KEEP, pause, self._redo_s, step_s)
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
-        """Returns the candidate that goes back to the newest checkpoint."""
+        """Returns the candidate that restarts from the newest checkpoint."""
         healthy = self.devices - len(self.slow) - self.slow_idle
         after = self.fleet.formation(kind, healthy or self.devices)
         if after is None:

@@ -1,4 +1,4 @@
-"""Learns from this job's own history how often losses come and how many devices they take at once.
+"""Estimates, from the losses that a job has seen, how often losses come and how many devices each takes.
 
 Theory of operation. While n devices train for s seconds, *losses* (of one or more devices at once) come as a Poisson
 process of rate n e, where e is the rate per device. A Gamma prior of shape a and rate b (device-seconds) on e, updated
@@ -38,7 +38,7 @@ PRIOR_SIZES: Mapping[int, float] = MappingProxyType({1: 0.8, 2: 0.04, 3: 0.04, 4
 
 @dataclass
 class LossHistory:
-    """Losses that a job has seen, and the rates that follow from them."""
+    """Record of the losses that a job has seen, and the rates estimated from it."""
 
     prior_losses: float = PRIOR_LOSSES
     prior_rate: float = PRIOR_RATE
@@ -58,35 +58,35 @@ class LossHistory:
     """Number of devices that came, with the prior's: u + y."""
 
     def watched(self, devices: int, seconds: float) -> None:
-        """Counts that so many devices were there for so many seconds."""
+        """Records that this many devices were present for this many seconds."""
         self.device_s += devices * seconds
         self.most = max(self.most, devices)
         self.missing_s += (self.most - devices) * seconds
 
     def lost(self, devices: int) -> None:
-        """Counts one loss of so many devices at once."""
+        """Records one loss of this many devices at once."""
         self.losses += 1
         self.sizes[devices] = self.sizes.get(devices, 0) + 1
 
     def came(self, devices: int) -> None:
-        """Counts devices that have come, or come back."""
+        """Records devices that have joined or come back."""
         self.returned += devices
 
     def return_rate(self, devices: int) -> float:
-        """Returns the devices per second that come back while so many are there."""
+        """Returns the expected number of missing devices that come back per second, given how many are present."""
         missing = max(0, self.most - devices)
         return missing * self.returned / self.missing_s
 
     @property
     def rate(self) -> float:
-        """Losses per device and second: e."""
+        """Expected losses per device and second."""
         before_s = self.prior_losses / self.prior_rate if self.prior_rate > 0 else 0.0
         seen_s = before_s + self.device_s
         return (self.prior_losses + self.losses) / seen_s if seen_s else 0.0
 
     @property
     def size_shares(self) -> dict[int, float]:
-        """Probability of each number of devices in a loss."""
+        """Probability that a loss takes g devices, by g."""
         total = sum(self.prior_sizes.values()) + self.losses
         sizes = sorted({*self.prior_sizes, *self.sizes})
         return {g: (self.prior_sizes.get(g, 0.0) + self.sizes.get(g, 0)) / total for g in sizes}

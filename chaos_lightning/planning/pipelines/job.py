@@ -1,4 +1,4 @@
-"""Describes a job and its fleet as the planner sees them: layers with times and bytes, devices, links, micro-batches.
+"""Describes a training job for the planner: layers with times and bytes, devices, links, micro-batches.
 
 Theory of operation. All values here are plain and frozen, and say no to what cannot be: a time below zero, a device
 twice, a link to nobody. Times are seconds of one micro-batch on a device of speed 1, sizes are bytes, rates are bits
@@ -36,7 +36,7 @@ them.
 
 
 def check_number(where: str, value: float, *, least: float | None = None, most: float = sys.float_info.max) -> None:
-    """Refuses a value that is no finite number above 0, or is below `least` where that is given, or above `most`.
+    """Refuses a value that is not a finite number above 0 (or from `least` on, if given) and up to `most`.
 
     Raises:
         JobError: The value is no such number.
@@ -51,7 +51,7 @@ def check_number(where: str, value: float, *, least: float | None = None, most: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Layer of the model, with the times and bytes of one micro-batch."""
+    """Layer of the model, with its times and bytes for one micro-batch."""
 
     __pydantic_config__ = CLOSED
 
@@ -91,7 +91,7 @@ class Layer:
 
     @property
     def input_part(self) -> float:
-        """Fraction of the backward pass that the stage before waits for where the pass is split."""
+        """Fraction of the backward pass that computes the input's gradient, which the previous stage waits for."""
         return 0.5 if self.backward_input_s is None else self.backward_input_s / self.backward_s
 
 
@@ -122,7 +122,7 @@ class Device:
 
     @property
     def place(self) -> str:
-        """Name of the device's host, or a name that no host has."""
+        """Name of the device's host; for a device without one, a unique name."""
         return self.host or f"\0{self.name}"
 
     @property
@@ -131,15 +131,13 @@ class Device:
 
     @property
     def kind(self) -> tuple[float, int]:
-        """Speed and memory; devices of one kind compute alike."""
+        """Speed and memory of the device, in which devices of one kind agree."""
         return (self.speed, self.memory_nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRate:
-    """Latency and rate of one direction between two devices. With an infinite rate and no latency a link costs
-    nothing.
-    """
+    """Latency and rate of a link in one direction; with an infinite rate and no latency it costs nothing."""
 
     __pydantic_config__ = CLOSED
 
@@ -152,7 +150,7 @@ class LinkRate:
         check_number("a link's latency_s", self.latency_s, least=0)
 
     def time_s(self, nbytes: float) -> float:
-        """Returns the seconds from the start of the first byte to the arrival of the last one."""
+        """Returns the seconds that a message of this many bytes takes."""
         return self.latency_s + 8.0 * nbytes / self.rate_bps
 
     @property
@@ -162,8 +160,8 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedLink:
-    """Link between two devices or hosts that is unlike the others, both ways; from a host to itself: the links within
-    it.
+    """Link between two devices or hosts, both ways, that differs from the usual ones; from a host to itself it means
+    the links within the host.
     """
 
     __pydantic_config__ = CLOSED
@@ -179,7 +177,7 @@ class NamedLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Costs that a file cannot know and `calibration` fits to measured steps; seconds."""
+    """Overheads of a step in seconds, beside layers and links; `calibration` fits them to measured steps."""
 
     __pydantic_config__ = CLOSED
 
@@ -197,7 +195,7 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRules:
-    """Memory that an executor keeps beside state and activations. The defaults are this product's."""
+    """Rules for the memory that an executor needs beside state and activations; the defaults are this product's."""
 
     __pydantic_config__ = CLOSED
 
@@ -221,7 +219,7 @@ PLAIN_MEMORY = MemoryRules(flat_buffers=0, boundaries=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """Arithmetic of a model, from which rates are computed."""
+    """Floating-point operations and tokens of a micro-batch, from which rates such as utilization are computed."""
 
     tokens: int
     """Tokens in one micro-batch."""
@@ -235,7 +233,7 @@ class ModelWork:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """Job and its fleet."""
+    """Training job: layers, devices, links and number of micro-batches."""
 
     __pydantic_config__ = CLOSED
 
@@ -302,7 +300,9 @@ class TrainingJob:
         return {pair: x.link() for x in self.links for pair in ((x.a, x.b), (x.b, x.a))}
 
     def link(self, a: str, b: str) -> LinkRate:
-        """Returns the link from device `a` to device `b`: the named one, that of their hosts, or the usual one."""
+        """Returns the link from device `a` to device `b`: the one named for these devices or their hosts, else the
+        usual one.
+        """
         x, y = self.by_name[a], self.by_name[b]
         if self._special:
             for pair in ((a, b), (a, y.host), (x.host, b), (x.host, y.host)):
@@ -312,7 +312,7 @@ class TrainingJob:
 
     @property
     def alike(self) -> bool:
-        """Whether all devices are of one kind, and no link is unlike the others."""
+        """Whether all devices are of one kind and all links are the usual ones."""
         return len({d.kind for d in self.devices}) == 1 and not self.links
 
     def with_devices(self, devices: Sequence[Device]) -> TrainingJob:
@@ -340,7 +340,7 @@ class TrainingJob:
 
 
 class Costs:
-    """Sums over runs of layers [first, end); each takes a few machine instructions."""
+    """Prefix sums over the layers, for fast sums of times and bytes over layers [first, end)."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = tuple(layers)
@@ -367,20 +367,20 @@ class Costs:
             self._workspace.append([max(a, b) for a, b in zip(last, last[half:], strict=False)])
 
     def workspace(self, first: int, end: int) -> int:
-        """Returns the largest workspace of a run of layers, in bytes."""
+        """Returns the largest workspace among some consecutive layers, in bytes."""
         level = (end - first).bit_length() - 1
         row = self._workspace[level]
         return max(row[first], row[end - (1 << level)])
 
     def boundary_in(self, first: int) -> int:
-        """Returns the bytes of the tensor that enters at a layer; 0 at the first, for samples do not count."""
+        """Returns the bytes of the tensor that enters a layer; 0 for the first layer, whose samples do not count."""
         return self.outputs[first - 1] if first else 0
 
     def boundary_out(self, end: int) -> int:
         return self.outputs[end - 1] if end < self.count else 0
 
     def state(self, first: int, end: int) -> int:
-        """Returns the bytes that a new owner of a run of layers needs: weights and optimizer state."""
+        """Returns the bytes of weights and optimizer state that a new owner of layers [first, end) needs."""
         return int(self.parameters[end] - self.parameters[first] + self.optimizer[end] - self.optimizer[first])
 
 
@@ -403,7 +403,7 @@ class MemoryUse:
 
 
 def stage_memory(job: TrainingJob, first: int, end: int, in_flight: int, micro_batches: int) -> MemoryUse:
-    """Returns the peak memory of a device that owns layers [first, end) and runs `micro_batches` through them each
+    """Returns the peak memory of a device that owns layers [first, end) and runs `micro_batches` through them in each
     step.
 
     Args:

@@ -1,4 +1,5 @@
-"""Checks that a plan has the links that it needs, where not every pair of devices has one; else exchanges devices.
+"""Checks that a plan has all links that it needs, if not every pair of devices has one; if links are missing, exchanges
+devices.
 
 Theory of operation. A micro-batch goes from the device of one stage to that of the next, so these need a link. The
 owners of a layer reduce its gradient among themselves, as do those of layers that share a parameter, so links must
@@ -22,7 +23,7 @@ _STEPS = 2000
 
 
 def missing_link(plan: PipelinePlan, links: Links, shared: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns in words which link a plan lacks; "" if it has all that it needs.
+    """Returns in words the link that a plan needs and that does not exist; "" if it has all links.
 
     Args:
         plan: The plan.
@@ -46,8 +47,8 @@ def missing_link(plan: PipelinePlan, links: Links, shared: Mapping[str, tuple[in
 def seated_by_links(
     plan: PipelinePlan, kinds: Mapping[str, object], links: Links, shared: Mapping[str, tuple[int, ...]]
 ) -> PipelinePlan:
-    """Returns the plan with devices of one kind exchanged so that it lacks no link; the plan itself if no exchange
-    helps.
+    """Returns the plan with devices of the same kind exchanged so that no link is missing; the plan unchanged if no
+    exchange helps.
 
     Args:
         plan: The plan.
@@ -83,7 +84,7 @@ def seated_by_links(
 
 
 def _with_devices(plan: PipelinePlan, names: list[str]) -> PipelinePlan:
-    """Returns the plan with these devices in its places, in order; the others are idle."""
+    """Returns the plan with its places given to these devices in order; all other devices become idle."""
     there = iter(names)
     rows = tuple(replace(p, stages=tuple(s._replace(device=next(there)) for s in p.stages)) for p in plan.pipelines)
     return replace(plan, pipelines=rows, idle=tuple(x for x in plan.devices if x not in names))

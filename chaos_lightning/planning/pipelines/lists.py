@@ -1,4 +1,5 @@
-"""Writes instruction lists where micro-batches leave their home: an event-driven greedy scheduler over all devices.
+"""Writes instruction lists for pipelines that share micro-batches, by an event-driven greedy scheduler over all their
+devices.
 
 Theory of operation. A device that is free takes a unit of what has arrived: a backward unit before a forward unit, or
 the other way round; among forward units that of the micro-batch which is the oldest at home, guests a little later, or
@@ -51,7 +52,7 @@ order.
 
 
 class Unit(NamedTuple):
-    """Work of one worker on a micro-batch: layers up to `end`, forward and back."""
+    """Unit of work: forward and backward pass of a micro-batch through the layers up to `end` on one worker."""
 
     worker: int
     end: int
@@ -70,7 +71,7 @@ class Unit(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """Limits of what a device may have in flight."""
+    """Limits on the micro-batches in flight at a device, in number and bytes."""
 
     cap: int
     """Most forward passes without their backward pass, or without its input's half: those of 1F1B."""
@@ -85,7 +86,7 @@ Way = Mapping[int, Sequence[Unit]]
 
 
 class Rule(NamedTuple):
-    """Rule by which a free device chooses among units that have arrived."""
+    """Rule by which a free device chooses among the passes that have arrived."""
 
     later: float
     """Number that is added to a guest's turn; forward units take turns by their number at home."""
@@ -99,7 +100,7 @@ RULES = (Rule(0.5, forward_first=True), Rule(0.5), Rule(0.0), Rule(2.5), Rule(-m
 
 @dataclass(frozen=True)
 class SharedStep:
-    """Units of one step that a run has to schedule.
+    """Passes of one step that are to be scheduled, with the limits of the workers.
 
     Micro-batches are numbered from 0; `ranks` are their numbers at home, by which they take turns.
     """
@@ -115,7 +116,7 @@ class SharedStep:
 
     @cached_property
     def fixed_s(self) -> list[float]:
-        """Seconds that each worker works on units that are offered to no other worker."""
+        """Seconds of work of each worker that no other worker may take."""
         found = [0.0] * len(self.workers)
         for way in self.ways:
             for units in way.values():
@@ -125,8 +126,8 @@ class SharedStep:
 
     @cached_property
     def levels_s(self) -> dict[int, float]:
-        """Seconds of work up to which the workers should be filled that units are offered to, by the units' first
-        layer, if each unit goes to the one that would be done first.
+        """Most seconds of work that a worker may have when it takes a pass that several may run, by the pass's first
+        layer.
         """
         load = list(self.fixed_s)
         asked: dict[int, set[int]] = defaultdict(set)
@@ -141,7 +142,7 @@ class SharedStep:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Run of all units of a step: when each began and ended, and where."""
+    """Simulated run of all passes of a step: start, end and worker of each."""
 
     rows: Sequence[Sequence[tuple[int, str, int, float, float]]]
     """Instructions of each worker: stage, kind and micro-batch, start and end in seconds."""
@@ -171,8 +172,8 @@ class Ran:
 
 
 def least_s(problem: SharedStep, *, split: bool = False) -> float:
-    """Returns the least seconds of any run: a worker does all its work, after the way to it and, if not split, before
-    the way back.
+    """Returns a lower bound of the seconds of a run: for each worker, its work and the way of a micro-batch to it (and
+    back, unless backward passes are split).
     """
     work, before, behind = ([0.0] * len(problem.workers) for _ in range(3))
     for way in problem.ways:
@@ -194,7 +195,8 @@ def least_s(problem: SharedStep, *, split: bool = False) -> float:
 def best(
     problem: SharedStep, rules: Sequence[Rule] = RULES, caps: Sequence[int] = CAPS, *, split: bool = False
 ) -> Ran | None:
-    """Returns the shortest of the runs by these rules and caps; of a large problem, not all pairs of them are tried.
+    """Returns the shortest run among those with the given rules and caps on micro-batches in flight; for large problems
+    only some combinations are tried.
 
     Args:
         problem: Step to be run.
@@ -224,8 +226,8 @@ def best(
 
 
 def run_greedily(problem: SharedStep, rule: Rule, extra: int, *, split: bool = False) -> Ran | None:
-    """Returns one run; None if it stands still and units are offered to several workers, so that no room can be booked
-    ahead.
+    """Returns one greedy run of the step; None if it deadlocks in a step in which several workers may run the same
+    pass.
     """
     for booked in (False, True):
         run = _Run(problem, rule, extra, split=split, booked=booked)
@@ -237,7 +239,7 @@ def run_greedily(problem: SharedStep, rule: Rule, extra: int, *, split: bool = F
 
 
 class _Run:
-    """State of one run.
+    """State of a greedy run under way.
 
     Args:
         problem: Step that is run.
@@ -280,7 +282,7 @@ class _Run:
         return Ran(self.rows, self.routes, self.peaks, self.most_held)
 
     def run(self) -> bool:
-        """Runs all events; returns whether every micro-batch went through."""
+        """Runs all events; returns whether every micro-batch got through (no deadlock)."""
         for j in range(len(self.problem.ways)):
             self._offer(j, 0.0)
         now, events, touched = 0.0, self.events, self.touched
@@ -319,7 +321,7 @@ class _Run:
         heappush(self.events, (time_s, self.number, worker, what, j, k, unit, offered))
 
     def _offer(self, j: int, now: float) -> None:
-        """Offers the next forward unit of a micro-batch to all workers that may run it."""
+        """Offers the next forward pass of a micro-batch to all workers that may run it."""
         route = self.routes[j]
         units = self.problem.ways[j][route[-1].end if route else 0]
         for unit in units:
@@ -330,7 +332,7 @@ class _Run:
                 self._arrive(j, len(route), unit, len(units) > 1)
 
     def _next(self, now: float, worker: int) -> None:
-        """Begins a unit at a free worker, if one can begin."""
+        """Starts the next pass at a free worker, if one can start."""
         if self.forward_first and self._next_forward(now, worker):
             return
         if self.back[worker]:
@@ -343,7 +345,7 @@ class _Run:
             self._start(now, worker, "W", j, k, unit.backward_s - unit.input_s)
 
     def _next_forward(self, now: float, worker: int) -> bool:
-        """Begins the first forward unit that has arrived, if there is room for it; returns whether it began."""
+        """Starts the first forward pass that has arrived, if the worker has room for it; returns whether it started."""
         waiting = self.forward[worker]
         while waiting:
             _, _, j, k, unit, offered = waiting[0]
@@ -425,7 +427,7 @@ class _Run:
 
 
 class Fleet:
-    """Devices of some pipelines of a plan, as workers.
+    """Devices of some of a plan's pipelines, as workers of the scheduler.
 
     Args:
         job: The job; it has all devices of the plan.
@@ -448,7 +450,7 @@ class Fleet:
         self._hops: dict[tuple[int, int, int], float] = {}
 
     def problem(self, owners: Mapping[int, Sequence[str]] | None = None) -> SharedStep:
-        """Returns the units of a step that these pipelines have to run.
+        """Returns the scheduling problem of one step of these pipelines.
 
         Args:
             owners: Devices that may run a group of layers where a place is vacant, by the group's first layer.
@@ -480,7 +482,7 @@ class Fleet:
         return way
 
     def _until(self, name: str, first: int, end: int, owners: Mapping[int, Sequence[str]]) -> int:
-        """Returns the layer up to which an owner's layers reach from `first` on without a gap."""
+        """Returns the layer at which a run of consecutive layers that the device owns, starting with `first`, ends."""
         return next((b for b in self.plan.borders if first < b < end and name not in owners[b]), end)
 
     def unit(self, name: str, first: int, end: int) -> Unit:
@@ -513,12 +515,12 @@ class Fleet:
         return Capacity(stages - k + extra, stages + extra, room)
 
     def _fixed(self, name: str) -> MemoryUse:
-        """Returns the memory that a device needs without activations and boundary tensors."""
+        """Returns the memory that a device needs beside activations and boundary tensors."""
         (stage,) = self.plan.stages[name]
         return stage_memory(self.job, stage.first, stage.end, 0, 0)
 
     def memory(self, ran: Ran) -> dict[str, MemoryUse]:
-        """Returns each device's peak memory in a run."""
+        """Returns the peak memory of each device in a run."""
         boundaries = [0] * len(self.names)
         for unit in (u for route in ran.routes for u in route):
             boundaries[unit.worker] += unit.kept_nbytes
@@ -529,7 +531,9 @@ class Fleet:
 
 
 def coupled(plan: PipelinePlan) -> list[int]:
-    """Returns the pipelines whose devices run units of other pipelines, or whose micro-batches leave them."""
+    """Returns the pipelines that share micro-batches: their devices run passes for others, or others run passes for
+    them.
+    """
     hosts = {d.device for d in plan.detours}
     left = {plan.homes[d.micro_batch] for d in plan.detours}
     return [
@@ -551,7 +555,8 @@ class PlanLists:
 
 
 def plan_lists(plan: PipelinePlan, fleet: Fleet, ran: Ran) -> PlanLists:
-    """Returns the instruction lists of a plan: 1F1B, and for pipelines that share micro-batches those of a run.
+    """Returns the instruction lists of a plan: those of `ran` for pipelines that share micro-batches, and 1F1B for all
+    others.
 
     Args:
         plan: Plan that was checked.
@@ -581,7 +586,8 @@ def run_coupled(
     caps: Sequence[int] = CAPS,
     quick: bool = False,
 ) -> tuple[Fleet, Ran]:
-    """Returns the run of pipelines that share micro-batches; each unit runs on the device that the plan names.
+    """Returns the shortest run found for pipelines that share micro-batches, with each pass on the device that the plan
+    names.
 
     Args:
         job: The job; it has all devices of the plan.

@@ -1,4 +1,4 @@
-"""Assigns devices to places of a new plan, and says which bytes then move from which device to which.
+"""Assigns devices to the places of a new plan, and lists the bytes that must move from device to device.
 
 Theory of operation. A device of the new plan needs its layers' weights and optimizer state, and has those of the layers
 that it owned under the old one. Devices are exchanged only within a *kind* (speed, memory), since the planner chose
@@ -50,7 +50,7 @@ Class = tuple[tuple[float, int], Layers]
 
 
 class Move(NamedTuple):
-    """Bytes [start, stop) of a layer's weights and optimizer state, laid end to end."""
+    """Bytes [start, stop) of a layer's weights and optimizer state that one device sends to another."""
 
     layer: int
     start: int
@@ -60,7 +60,7 @@ class Move(NamedTuple):
 
 
 class LinkUse(NamedTuple):
-    """Bytes that go over one direction between two devices."""
+    """Bytes that one device sends to another, and the seconds they take."""
 
     source: str
     target: str
@@ -70,7 +70,7 @@ class LinkUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Moves:
-    """Everything that moves before a new plan can run."""
+    """All transfers between devices that a new plan needs before it can run."""
 
     moves: tuple[Move, ...]
     links: tuple[LinkUse, ...]
@@ -81,7 +81,7 @@ class Moves:
 
     @cached_property
     def sends(self) -> dict[str, int]:
-        """Bytes that each source sends."""
+        """Bytes that each device sends."""
         found: Counter[str] = Counter()
         for x in self.links:
             found[x.source] += x.nbytes
@@ -97,7 +97,9 @@ class Moves:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of all moves: each device sends, and receives, one after the other over its own card."""
+        """Seconds of all transfers; the transfers that a device sends follow one another, and so do those that it
+        receives.
+        """
         busy: dict[tuple[str, str], float] = defaultdict(float)
         for x in self.links:
             busy["sends", x.source] += x.seconds
@@ -123,7 +125,7 @@ def _bits(layers: Layers) -> Iterator[int]:
 
 
 class _Change:
-    """Change from one plan to another: the layers that devices hold, and those that places need.
+    """Change from one plan to another: the layers that each device holds, and the layers that each new place needs.
 
     Args:
         job: Job with all devices of the new plan and all that hold layers.
@@ -173,7 +175,7 @@ class _Change:
         return dict(sorted(found.items()))
 
     def demand(self, missing: Mapping[Layers, int]) -> dict[int, int]:
-        """Returns the bytes of each layer that have to be sent.
+        """Returns the bytes of each layer that must be sent.
 
         Args:
             missing: Number of devices that lack exactly each set of layers.
@@ -198,7 +200,7 @@ class _Shares(NamedTuple):
 
 
 def _balance(demand: Mapping[int, int], sources: Mapping[Layers, int]) -> _Shares:
-    """Divides the bytes of each layer among its holders so that the busiest one sends the least."""
+    """Divides the bytes to send of each layer among its holders so that the busiest sender sends the least."""
     held = sorted(x for x in sources if any(x >> layer & 1 for layer in demand))
     layer_at = {x: 1 + i for i, x in enumerate(demand)}
     net = FlowNetwork(1 + len(demand) + len(held))
@@ -229,7 +231,7 @@ def _balance(demand: Mapping[int, int], sources: Mapping[Layers, int]) -> _Share
 
 
 def move_list(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | None = None) -> Moves:
-    """Returns what has to move so that the devices of a new plan have their layers.
+    """Returns the transfers that give the devices of a new plan their layers.
 
     Args:
         job: Job with all devices of the new plan, and all that hold layers.
@@ -260,9 +262,7 @@ def move_list(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held
 
 
 def _pieces(change: _Change, shares: _Shares) -> dict[int, dict[str, int]]:
-    """Returns the bytes that each source sends of each layer. Devices of a class take equal parts, one layer after the
-    other.
-    """
+    """Returns the bytes of each layer that each holder sends; holders of the same layers send equal amounts."""
     left: dict[str, int] = {}
     of: dict[Layers, list[str]] = defaultdict(list)
     loads: Counter[Layers] = Counter()
@@ -288,7 +288,7 @@ def _pieces(change: _Change, shares: _Shares) -> dict[int, dict[str, int]]:
 
 
 def _meet(job: TrainingJob, gives: dict[str, int], takes: dict[str, int]) -> Iterator[tuple[str, str, int]]:
-    """Yields for a layer the bytes that go from each holder to each device that lacks it, within hosts first."""
+    """Yields (source, target, bytes) transfers of one layer, with those within a host first."""
     for near in (True, False):
         waiting: dict[str, list[str]] = defaultdict(list)
         for source in sorted(gives, reverse=True):
@@ -313,7 +313,7 @@ Pairs = dict[tuple[Class, Class], int]
 
 
 def assign(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | None = None) -> PipelinePlan:
-    """Returns the new plan with its devices in the places to which the fewest bytes have to move.
+    """Returns the new plan with its devices assigned to places so that the fewest bytes have to move.
 
     Args:
         job: Job with all devices of the new plan, and all that hold layers.
@@ -334,7 +334,7 @@ def assign(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | 
 
 
 def renamed(plan: PipelinePlan, names: Mapping[str, str]) -> PipelinePlan:
-    """Returns the plan with other devices in the places of its own."""
+    """Returns the plan with its devices replaced by others, as `names` maps them."""
     names = {VACANT: VACANT, **names}
 
     def moved(stages: Iterable[PlanStage]) -> tuple[PlanStage, ...]:
@@ -349,7 +349,8 @@ def renamed(plan: PipelinePlan, names: Mapping[str, str]) -> PipelinePlan:
 
 
 def _pairs(change: _Change, rows: Mapping[Class, list[str]], columns: Mapping[Class, list[str]]) -> Pairs:
-    """Returns the pairs of classes with the fewest bytes to move; of several such solutions the best that is found.
+    """Returns how many devices of each class (layers held) take places of each class (layers needed), with the fewest
+    bytes to move.
 
     Pairs that share no layer are left out: devices and places that are in no other pair make them, in any way.
     """
@@ -368,7 +369,7 @@ def _pairs(change: _Change, rows: Mapping[Class, list[str]], columns: Mapping[Cl
 
 
 def _missing(columns: Mapping[Class, list[str]], pairs: Pairs) -> Counter[Layers]:
-    """Returns the number of devices that lack exactly each set of layers."""
+    """Returns the number of devices that lack each exact set of layers."""
     found: Counter[Layers] = Counter()
     for column, names in columns.items():
         found[column[1]] += len(names)
@@ -381,8 +382,8 @@ def _missing(columns: Mapping[Class, list[str]], pairs: Pairs) -> Counter[Layers
 def _transport(
     change: _Change, rows: Mapping[Class, list[str]], columns: Mapping[Class, list[str]], dear: Sequence[Layers]
 ) -> Pairs:
-    """Returns pairs of classes with the fewest bytes to move in all; of these the fewest of `dear` layers; of these the
-    least for the busiest receiver.
+    """Returns the pairs of device and place classes that move the fewest bytes; ties go to fewest bytes of `dear`
+    layers, then to the least for the busiest receiver.
 
     All numbers of bytes that some device may lack are divided by size into levels. With n receivers one of level k
     costs (n + 1) ** k, more than all those of lower levels, so none is of a higher level than need be. If that level
@@ -431,7 +432,9 @@ def _cheapest(
 
 
 class _Seats:
-    """Gives places to devices by the pairs of their classes, with an eye on hosts."""
+    """Assignment of devices to places, given how many devices of each class go to places of each class; prefers devices
+    on the host of the stage before.
+    """
 
     def __init__(
         self,
@@ -459,7 +462,7 @@ class _Seats:
         self.free: dict[Class, dict[str, list[str]]] = {key: defaultdict(list) for key in rows}
 
     def taken(self) -> dict[str, str]:
-        """Returns the device that takes the place of each device of the new plan."""
+        """Returns the new device for each device of the new plan."""
         places = [*self.new.stages, *(x for x in self.new.devices if x not in self.new.stages)]
         found = {name: name for name in places if self._pair(self.row[name], self.column[name])}
         for name in sorted(self.row, reverse=True):
@@ -473,7 +476,7 @@ class _Seats:
         return found
 
     def _pair(self, row: Class, column: Class) -> bool:
-        """Uses up one pair of these classes, if there is one."""
+        """Uses up one planned pair of a device class and a place class; returns whether there was one."""
         if self.pairs.get((row, column)):
             self.pairs[row, column] -= 1
             return True
@@ -484,7 +487,7 @@ class _Seats:
         return False
 
     def _next(self, column: Class, hosts: Sequence[str]) -> str:
-        """Returns a free device for a place of this class, on one of the hosts if possible."""
+        """Returns a free device for a place of this class, on one of the given hosts if possible."""
         rows = [a for a in self.partners[column] if self.pairs[a, column]]
         if self.spare["column", column]:
             rows += [a for a in self.free if a[0] == column[0] and not a[1] & column[1] and self.spare["row", a]]
@@ -502,8 +505,8 @@ class _Seats:
 
 
 def _part_hosts(job: TrainingJob, new: PipelinePlan, holds: Mapping[str, Layers], names: dict[str, str]) -> None:
-    """Exchanges devices that hold the same layers, where owners that the new plan had on several hosts would be on
-    one.
+    """Exchanges devices that hold the same layers, where all owners of a layer would be on one host and the new plan
+    had them on several.
     """
 
     def together(owners: Iterable[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Offers the ways that a job has to go on after a loss, as plans of its own devices; `policies` choose among them.
+"""Offers the ways in which a job can go on after a loss, as plans of its own devices; `policies` choose among them.
 
 Theory of operation. The plan in force has lost devices. `keep` reroutes, and moves nothing. `fill` seats idle devices
 of the same kind in the vacant places. `move` takes the best plan for those that are left, with its devices put where
@@ -42,7 +42,7 @@ from chaos_lightning.planning.pipelines.templates import FAULTS, oobleck, symmet
 
 @dataclass(kw_only=True)
 class PlanOptions:
-    """Ways of a job to go on after a loss.
+    """Ways in which a job can go on after a loss.
 
     Attributes:
         planner: Planner of the job with its whole fleet.
@@ -78,52 +78,52 @@ class PlanOptions:
 
     @cached_property
     def job(self) -> TrainingJob:
-        """Job on its whole fleet, at measured speeds."""
+        """Job on its whole fleet, with the measured speeds of slow devices."""
         job, slow = self.planner.job, self.slow
         devices = [replace(d, speed=slow.get(d.name, d.speed)) for d in job.devices]
         return job.with_devices(devices) if slow else job
 
     @cached_property
     def left(self) -> TrainingJob:
-        """Job on the devices that are left."""
+        """Job on the devices that were not lost."""
         known = self.job.by_name
         gone = [name for name in self.lost if name in known]
         return self.job.without(gone) if gone else self.job
 
     @cached_property
     def _holding(self) -> TrainingJob:
-        """Job on all devices that hold layers or may get some."""
+        """Job on the devices that were not lost and those that are leaving but still hold layers."""
         there = self.left.by_name
         more = [d for d in self.serving if d.name not in there]
         return self.left.with_devices([*self.left.devices, *more]) if more else self.left
 
     @cached_property
     def healthy(self) -> list[str]:
-        """Devices for other plans: those left that are not slow, or all that are left if all are slow."""
+        """Devices that are neither lost nor slow; if all are slow, all that were not lost."""
         names = [d.name for d in self.left.devices]
         return [name for name in names if name not in self.slow] or names
 
     @property
     def whole(self) -> bool:
-        """Whether no device of the plan is lost."""
+        """Whether the plan has lost no device."""
         return not self.before.vacant and not set(self.lost) & set(self.before.stages)
 
     @cached_property
     def planned(self) -> PlannedPipelines:
-        """Plan for the devices that are left, which may have any places."""
+        """New plan for the devices that are left, before they are assigned to places."""
         if self.live is not None:
             return self.live()
         return self.planner.first(self.healthy) if self.first else self.planner.exact(self.healthy)
 
     @cached_property
     def lost_layers(self) -> tuple[int, ...]:
-        """Layers that no device holds any more."""
+        """Layers that no device holds any more, by number."""
         held = set[int]().union(*(self._held.values()))
         return tuple(x for x in range(self.before.layer_count) if x not in held)
 
     @property
     def fatal(self) -> str:
-        """Layers that no device holds any more, in words; "": there are none."""
+        """Text that names the layers no device holds any more; "" if there are none."""
         return str(FatalLossError(self.lost_layers)) if self.lost_layers else ""
 
     @cached_property
@@ -136,7 +136,7 @@ class PlanOptions:
         }
 
     def moves(self, plan: PipelinePlan) -> Moves:
-        """Returns what has to move before a plan can run.
+        """Returns the transfers that a plan needs before it can run.
 
         Raises:
             FatalLossError: Some layer is held by no device that is left.
@@ -144,7 +144,7 @@ class PlanOptions:
         return move_list(self._holding, self.before, plan, self.held)
 
     def outlook(self, rate: float, returns: float = 0.0) -> Outlook:
-        """Returns how candidates are compared: a change of a plan without losses has to be better by a threshold.
+        """Returns the rules of comparison: without a loss, a change of plan must be better by a threshold.
 
         Args:
             rate: Losses per second of all devices that are left.
@@ -155,7 +155,7 @@ class PlanOptions:
         return Outlook(rate=rate, returns=returns, restart_worth=worth, threshold=0.0 if self.lost else THRESHOLD)
 
     def cost(self, plan: PipelinePlan) -> StepEstimate:
-        """Returns the estimate of a step; a plan is estimated once."""
+        """Returns the estimate of a plan's step; each plan is estimated once."""
         if plan not in self._costs:
             self._costs[plan] = estimate(self.left, plan, quick=self.first)
         return self._costs[plan]
@@ -163,7 +163,9 @@ class PlanOptions:
     # ------------------------------------------------------------------------------------------------ the ways
 
     def keep(self) -> PlanCandidate | None:
-        """Returns the candidate that goes on: the micro-batches of lost devices go to the owners of the same layers."""
+        """Returns the candidate that goes on without moves: owners of the same layers take the lost devices'
+        micro-batches.
+        """
         plan = self.before
         try:
             if self.lost or self.slow:
@@ -175,14 +177,14 @@ class PlanOptions:
         return self._candidate(plan, KEEP, max(self.pauses.reroute_s if broken else 0.0, moves_s))
 
     def fill(self) -> PlanCandidate | None:
-        """Returns the candidate that seats idle devices in all vacant places."""
+        """Returns the candidate that gives all vacant places to idle devices."""
         seated = None if self.fatal or self.whole else self._seated()
         if seated is None:
             return None
         return self._candidate(seated, FILL, max(self.pauses.fill_s, self.moves(seated).seconds))
 
     def avoid(self) -> PlanCandidate | None:
-        """Returns the candidate that takes slow devices for lost: idle ones take their places, or peers take their
+        """Returns the candidate that treats slow devices as lost: idle devices take their places, or other owners their
         micro-batches.
         """
         if self.fatal or not set(self.slow) & set(self.before.stages):
@@ -198,7 +200,7 @@ class PlanOptions:
         return self._candidate(plan, FILL, max(self.pauses.fill_s, self.moves(plan).seconds))
 
     def move(self, kind: str = "best") -> PlanCandidate | None:
-        """Returns the candidate that moves layers to the plan of this kind for the devices that are left."""
+        """Returns the candidate that moves layers to a new plan of the given kind for the devices that are left."""
         found = None if self.fatal else self._plan(kind)
         if found is None:
             return None
@@ -211,11 +213,11 @@ class PlanOptions:
         return self._candidate(plan, MOVE, max(self.pauses.move_s, self.moves(plan).seconds))
 
     def shadow(self) -> None:
-        """Returns None: no stage is redundant in a job's own plans."""
+        """Returns None, since a real job's plans have no redundant stages."""
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
-        """Returns the candidate with the plan of this kind, from the newest checkpoint: half of the time between two is
-        lost.
+        """Returns the candidate that restarts from the newest checkpoint with a plan of the given kind; half a
+        checkpoint interval of training is lost.
         """
         plan, p = None if self.live is not None else self._plan(kind), self.pauses
         if plan is None:
@@ -231,12 +233,12 @@ class PlanOptions:
 
     @cached_property
     def before_s(self) -> float:
-        """Seconds of a step of the plan in force, before the loss."""
+        """Seconds of a step of the plan before the loss."""
         return estimate(self.job, self.before).step_s if self.running_s is None else self.running_s
 
     @property
     def _redo_s(self) -> float:
-        """Mean seconds of the open step that are run again after a loss, whatever is chosen; 0 without a loss."""
+        """Mean seconds of work on the open step that a loss makes run again; 0 without a loss."""
         return self.before_s / 2 if self.lost else 0.0
 
     def _plan(self, kind: str) -> PipelinePlan | None:
@@ -257,7 +259,9 @@ class PlanOptions:
         return None if shape is None else self._with_all(self.planner.seated(shape, self.healthy).plan)
 
     def _with_all(self, plan: PipelinePlan) -> PipelinePlan:
-        """Returns the plan with every device that is left: slow ones are idle, and still hold what others need."""
+        """Returns the plan with all other devices that are left added as idle ones; slow ones among them still hold
+        layers for others.
+        """
         return replace(plan, idle=tuple(sorted(set(self.left.by_name) - set(plan.stages))))
 
     def _seated(self) -> PipelinePlan | None:
@@ -282,8 +286,8 @@ class PlanOptions:
         return replace(self.before, pipelines=tuple(pipelines), detours=(), idle=tuple(idle))
 
     def _lacking(self, plan: PipelinePlan, kind: str) -> dict[str, int]:
-        """Returns the bytes that each device lacks for a plan, and for layers that it hands over, which it still
-        keeps.
+        """Returns the bytes that each device lacks for a plan, counting the layers that it still keeps until others
+        have them.
         """
         c, use = self.left.costs, {name: x.nbytes for name, x in self.cost(plan).memory.items()}
         for name, layers in self._held.items() if kind != RESTART else ():
@@ -294,7 +298,7 @@ class PlanOptions:
         return {name: x - by_name[name].memory_nbytes for name, x in use.items() if x > by_name[name].memory_nbytes}
 
     def _lacks(self, plan: PipelinePlan, kind: str) -> str:
-        """Returns in words which device lacks memory for a plan, or which link is not there; "" if it fits."""
+        """Returns in words which device lacks memory for a plan, or which link is missing; "" if the plan can run."""
         if over := self._lacking(plan, kind):
             worst = max(over, key=lambda name: over[name])
             return f"{worst} lacks {over[worst]} bytes of memory"
@@ -317,7 +321,9 @@ class PlanOptions:
         )
 
     def _risk(self, plan: PipelinePlan) -> float:
-        """Returns the probability that the next loss is fatal; devices that die together count as one owner."""
+        """Returns the probability that the next loss takes the last owner of a layer; devices that die together count
+        as one owner.
+        """
         by_name = self.left.by_name
         owners = {frozenset(by_name[name].dies_with for name in group) for group in plan.owners}
         units = len({d.dies_with for d in self.left.devices})

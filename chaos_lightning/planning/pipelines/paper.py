@@ -1,4 +1,4 @@
-"""Searches a plan by Algorithm 1 of the paper on Chameleon, as a policy to compare with.
+"""Searches for a plan by Algorithm 1 of the Chameleon paper, as a policy to compare with.
 
 Theory of operation. "Chameleon: Adaptive Fault Tolerance for Distributed Training via Real-time Policy Selection"
 shares out all devices over pipelines, deals layers and micro-batches evenly, and takes the fastest candidate. Here each
@@ -29,7 +29,8 @@ PLACEMENTS = 1000
 
 
 def algorithm1(shapes: Shapes, devices: int, was: PlanShape | None) -> PlanShape | None:
-    """Returns the best candidate of Algorithm 1 for one number of devices; None where none fits.
+    """Returns the best plan shape among the candidates of Algorithm 1 for a number of devices; None if none fits into
+    memory.
 
     All devices are used, also where fewer would do better. The number of pipelines differs by less than 2 from that
     before; after several losses the best plan may be further away. Micro-batches go by the number of stages, so short
@@ -66,8 +67,8 @@ def algorithm1(shapes: Shapes, devices: int, was: PlanShape | None) -> PlanShape
 
 
 def integer_partition(devices: int, pipelines: int, shallow: int, deepest: int) -> list[tuple[int, ...]]:
-    """Yields lengths of pipelines that use all devices, longest first: all ways, or only the most even one where there
-    are too many.
+    """Returns the ways to divide all devices into pipelines, as lists of lengths, longest first; only the most even one
+    if there are too many.
     """
     if not shallow * pipelines <= devices <= deepest * pipelines:
         return []
@@ -79,8 +80,8 @@ def integer_partition(devices: int, pipelines: int, shallow: int, deepest: int) 
 
 
 def _partitions(devices: int, pipelines: int, low: int, high: int) -> Iterator[tuple[int, ...]]:
-    """Yields ways to share out the devices: with as many pipelines of the longest length as possible, then with fewer.
-    Each way to begin can be ended.
+    """Yields the ways to divide devices into pipelines of `low` to `high` devices, those with most pipelines of length
+    `high` first.
     """
     if low == high or not pipelines:
         yield (low,) * pipelines
@@ -94,8 +95,8 @@ def _partitions(devices: int, pipelines: int, low: int, high: int) -> Iterator[t
 
 
 def distribute_batch(micro_batches: int, lengths: Sequence[int]) -> list[int]:
-    """Returns the micro-batches of each pipeline (section IV-A): in proportion to the devices, then one by one to all;
-    a pipeline without any gets one from the pipeline with most.
+    """Returns the number of micro-batches of each pipeline: in proportion to its devices, the remainder one by one, and
+    at least one each (section IV-A).
     """
     devices = sum(lengths)
     found = [micro_batches * p // devices for p in lengths]
@@ -111,8 +112,7 @@ _SPLITS: WeakKeyDictionary[Cutter, dict[tuple[int, int, int], LayerCut | None]] 
 
 
 def split_layers(cutter: Cutter, stages: int, m: int, pipelines: int) -> LayerCut | None:
-    """Returns the cut with equally many layers for each stage, and the best places for the layers that remain (section
-    IV-A).
+    """Returns the cut with equally many layers per stage, and the remaining layers at the best stages (section IV-A).
 
     Layers that differ (embedding, head) are counted alike, which is what the better cuts of `cuts` gain on it.
 
@@ -145,8 +145,8 @@ def split_layers(cutter: Cutter, stages: int, m: int, pipelines: int) -> LayerCu
 
 
 def _bound(row: DeviceRow, at: Sequence[int], m: int) -> float:
-    """Returns the least seconds of a pipeline of this cut, by two of the bounds of `cuts` without hops: through, and
-    after first.
+    """Returns a lower bound of the seconds of a pipeline with this cut, by the bounds `through` and `after first` of
+    `cuts` without hops.
     """
     s, total = row.fastest, row.fastest.both[-1]
     found = 0.0

@@ -1,4 +1,5 @@
-"""Chooses the pipelines of each view: at a founding, after each change of members, and when a better plan is found.
+"""Chooses the pipelines of each view: when a job is founded, after each change of members, and when a better plan is
+found.
 
 Theory of operation. A `Pipeliner` knows the job's profile: what layers cost, what devices and links can do, how many
 micro-batches a step has. It answers in the scheduler's turn, within milliseconds. After a loss it takes the ways to go
@@ -74,7 +75,7 @@ class PipelineAnswer:
     """Fraction of a step in which each member computes, 0 to 1; the rest is bubbles and waiting."""
 
     def facts(self) -> dict[str, Any]:
-        """Returns the fields of an event: numbers, texts, and lists of them."""
+        """Returns the answer as the fields of an event: numbers, texts, and lists of them."""
         return {
             "reason": self.reason,
             "candidates": [
@@ -98,7 +99,7 @@ class PipelineAnswer:
 
 @dataclass(frozen=True)
 class PlanWish:
-    """Request to another process for the best plan of some members."""
+    """Request to search for the best plan for some members, carried out by another process."""
 
     job: TrainingJob
     """Job on these members."""
@@ -106,12 +107,12 @@ class PlanWish:
     """Number of owners that each layer is to have, as far as memory allows."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the wish as a value for JSON, from which `from_dict` makes the wish again."""
+        """Returns the request as JSON values that `from_dict` reads back."""
         return {"job": to_dict(self.job), "copies": self.copies}
 
     @staticmethod
     def from_dict(about: Mapping[str, Any]) -> PlanWish:
-        """Returns the wish that `to_dict` wrote.
+        """Returns the request from the values that `to_dict` made.
 
         Raises:
             JobError: The value is no wish.
@@ -123,7 +124,7 @@ class PlanWish:
 
 
 def search_plan(wish: PlanWish) -> PipelinePlan | None:
-    """Returns the best plan; None if none fits. Takes seconds, so it runs in a process of its own."""
+    """Returns the best plan, or None if none fits; takes seconds, so it runs in a process of its own."""
     try:
         return _safe(wish.copies, lambda copies: Planner(wish.job, copies=copies).exact()).plan
     except NoPlanError:
@@ -131,7 +132,7 @@ def search_plan(wish: PlanWish) -> PipelinePlan | None:
 
 
 def _safe(copies: int, planned: Callable[[int], PlannedPipelines]) -> PlannedPipelines:
-    """Returns the plan with so many owners of each layer, or with as many as fit.
+    """Returns a plan with `copies` owners of each layer, or with as many as fit into memory.
 
     Raises:
         NoPlanError: No plan fits.
@@ -145,7 +146,7 @@ def _safe(copies: int, planned: Callable[[int], PlannedPipelines]) -> PlannedPip
 
 
 class Pipeliner:
-    """Chooses the pipelines of each view.
+    """Chooser of each view's pipelines, which knows the job's measured profile.
 
     Args:
         profile: Job with layers, links and micro-batches; members bring their own devices.
@@ -184,9 +185,7 @@ class Pipeliner:
             policies.installed()  # looks for entry points on the disk, once
 
     def _job(self, members: Iterable[Device]) -> TrainingJob:
-        """Returns the profile as a job on these members; named links of devices are those of the members that run
-        there.
-        """
+        """Returns the measured profile as a job on these members, with the links named in it translated to members."""
         devices = sorted(members, key=lambda d: d.name)
         ends: dict[str, set[str]] = {}
         for d in devices if self.profile.links else ():
@@ -213,10 +212,10 @@ class Pipeliner:
     # ------------------------------------------------------------------------------------------------ answers
 
     def first(self, members: Collection[Device], links: Links | None = None) -> PipelineAnswer:
-        """Returns the pipelines of a founding.
+        """Returns the pipelines for the members that found a job.
 
         Args:
-            members: Those who found the job.
+            members: Members that found the job.
             links: Pairs of them that have a link; None: all.
         """
         job = self._job(members)
@@ -243,7 +242,7 @@ class Pipeliner:
         held: Held | None = None,
         links: Links | None = None,
     ) -> PipelineAnswer:
-        """Returns the pipelines of the next view, whose members are others than those of the view before.
+        """Returns the pipelines of the next view after members have changed.
 
         Members of the view before that are in neither list are lost. Members that are new own nothing yet.
 
@@ -278,7 +277,7 @@ class Pipeliner:
     def better(
         self, text: str, members: Collection[Device], plan: PipelinePlan | None, links: Links | None = None
     ) -> PipelineAnswer:
-        """Returns the pipelines of the members that are there, with a plan that was searched for them if it pays.
+        """Returns the pipelines for the present members, changed to the plan that a search found if the change pays.
 
         Args:
             text: The pipelines of the view that rules.
@@ -306,8 +305,7 @@ class Pipeliner:
         return self._answer(options, decision, text if stays else None)
 
     def wish(self, members: Collection[Device]) -> PlanWish | None:
-        """Returns the request to another process for a better plan; None: the policy never moves layers to a better
-        plan.
+        """Returns the request for a search in another process; None if the policy never moves layers to a better plan.
 
         Args:
             members: Members of the view that rules.
@@ -317,7 +315,7 @@ class Pipeliner:
     def measured(
         self, text: str, members: Collection[Device], step_s: float, between_s: Mapping[str, float]
     ) -> Overheads:
-        """Returns the measured overheads of a unit and of the end of a step, given how long steps take.
+        """Returns the overheads of a pass and of the end of a step, inferred from measured times of steps.
 
         The end is that of the member with first layers that waits least from one step to the next. What else a step
         takes is shared out by the units on its critical path.
@@ -341,8 +339,8 @@ class Pipeliner:
         return replace(bare, unit_s=(beyond_s - commit_s) / units, commit_s=commit_s)
 
     def _layers_alone(self, text: str, job: TrainingJob) -> tuple[StepEstimate, float, float]:
-        """Returns a step's estimate in which units take hardly more than their layers do; what the step takes with
-        layers alone, s; and how many units are on its critical path.
+        """Returns a step's estimate with hardly any overhead per pass, the step's seconds with layers alone, and the
+        number of passes on its critical path.
         """
         key = text, job.devices
         if self._alone is None or self._alone[0] != key:
@@ -363,7 +361,7 @@ class Pipeliner:
     # ------------------------------------------------------------------------------------------------ parts
 
     def read(self, text: str) -> PipelinePlan:
-        """Returns the plan of a view.
+        """Returns the plan of a view from its text.
 
         Raises:
             PlanError: The text is none of this job's.
@@ -412,7 +410,7 @@ class Pipeliner:
         return options.outlook(count * self.history.rate, self.history.return_rate(count))
 
     def _answer(self, options: PlanOptions, decision: Decision, text: str | None = None) -> PipelineAnswer:
-        """Returns a decision as an answer, with the lists of the pipelines that share micro-batches."""
+        """Returns the answer for a decision, with the instruction lists of pipelines that share micro-batches."""
         chosen, outlook = decision.chosen, self._outlook(options)
         if text is None and chosen is not None:
             plan: PipelinePlan = chosen.plan
@@ -434,7 +432,7 @@ class Pipeliner:
     def _none(
         self, job: TrainingJob, reason: str, lost_layers: tuple[str, ...] = (), decision: Decision | None = None
     ) -> PipelineAnswer:
-        """Returns the answer that there are no pipelines, with the number of members that would suffice."""
+        """Returns the answer that no pipelines are possible, with the number of members that would suffice."""
         roomy = max(job.devices, key=lambda d: (d.memory_nbytes, d.name))
         return PipelineAnswer(
             text=None,
@@ -446,7 +444,7 @@ class Pipeliner:
 
 
 def _busy(job: TrainingJob, plan: PipelinePlan, step_s: float) -> dict[str, float]:
-    """Returns the fraction of a step in which each device computes."""
+    """Returns the fraction of a step during which each device computes."""
     costs, taken_s = job.costs, dict.fromkeys(plan.stages, 0.0)
     for j in range(plan.micro_batches):
         for s in plan.route(j):
@@ -456,6 +454,6 @@ def _busy(job: TrainingJob, plan: PipelinePlan, step_s: float) -> dict[str, floa
 
 
 def _few(word: str, names: Sequence[str]) -> str:
-    """Returns the first few names in words, and how many more there are."""
+    """Returns the first few names as text, with the number of the rest."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"{word}{'s' if len(names) > 1 else ''} {', '.join(names[:8])}{more}"

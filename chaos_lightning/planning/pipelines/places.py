@@ -1,4 +1,4 @@
-"""Gives the devices of a job the places of a shape.
+"""Assigns the devices of a job to the stages of pipelines whose shape is given, with an eye on hosts.
 
 Theory of operation. Pipelines, longest first, are put on the host on which they leave least room; those that no host
 has room for take what is left, host by host. So most hops stay within a host. Then each layer whose owners would all be
@@ -35,7 +35,7 @@ EXCHANGES = 200
 
 @dataclass(frozen=True, slots=True)
 class SharedFate:
-    """Layers whose owners would all be lost with one host."""
+    """Layers whose owners would all be lost if one host were lost."""
 
     first: int
     end: int
@@ -49,8 +49,8 @@ class SharedFate:
 def seated(
     job: TrainingJob, shapes: Shapes, shape: PlanShape, *, hosts_matter: bool, on_two: bool = False
 ) -> tuple[PipelinePlan, StepEstimate, tuple[SharedFate, ...]]:
-    """Returns the best plan that puts a shape on the devices of a job, its costs, and layers that would be lost with
-    one host.
+    """Returns the best plan of a given shape on the devices of a job, its estimate, and the layers that the loss of one
+    host would take.
 
     Args:
         job: The job; its devices get places.
@@ -84,7 +84,7 @@ def _meet(group: range, fate: SharedFate) -> bool:
 
 
 def place(job: TrainingJob, shapes: Shapes, shape: PlanShape, seating: Seating) -> PipelinePlan:
-    """Returns a plan in which each place of a shape has a device of the job."""
+    """Returns a plan of a given shape with a device of the job at each stage."""
     free: dict[str, list[str]] = defaultdict(list)
     for d in sorted(job.devices, key=lambda d: (d.place, d.name)):
         free[d.place].append(d.name)
@@ -109,7 +109,8 @@ def place(job: TrainingJob, shapes: Shapes, shape: PlanShape, seating: Seating) 
 
 
 def _take(free: dict[str, list[str]], count: int, *, packed: bool) -> list[str]:
-    """Returns devices for one pipeline: of the host on which it leaves least room, or else of the emptiest hosts.
+    """Takes free devices for one pipeline: from the host with the least room that still suffices, else from the hosts
+    with most free devices.
 
     If `packed`, of the first one in order that has room.
     """
@@ -129,7 +130,8 @@ def _take(free: dict[str, list[str]], count: int, *, packed: bool) -> list[str]:
 def spread(
     job: TrainingJob, plan: PipelinePlan, *, pay: bool = False
 ) -> tuple[PipelinePlan, StepEstimate, tuple[SharedFate, ...]]:
-    """Gives layers whose owners are all on one host an owner elsewhere, where no step gets longer by it.
+    """Exchanges devices so that layers whose owners are all on one host get an owner elsewhere, where no step gets
+    longer by it.
 
     Args:
         job: The job.
@@ -169,7 +171,7 @@ def spread(
 
 
 def on_one_host(job: TrainingJob, plan: PipelinePlan) -> list[tuple[range, str]]:
-    """Returns groups of layers whose owners are all on one host, with that host."""
+    """Returns the groups of layers whose owners are all on one host, with that host."""
     found = []
     for group, owners in zip(plan.groups, plan.owners, strict=True):
         hosts = {job.by_name[n].place for n in owners}
@@ -179,7 +181,7 @@ def on_one_host(job: TrainingJob, plan: PipelinePlan) -> list[tuple[range, str]]
 
 
 def _exchanged(job: TrainingJob, plan: PipelinePlan, owners: Sequence[str], host: str) -> Iterator[PipelinePlan]:
-    """Yields plans in which one of these owners has changed places with a device of another host."""
+    """Yields plans in which one of the owners has changed places with a device of the same kind on another host."""
     others = [n for n in (*plan.idle, *plan.stages) if job.by_name[n].place != host]
     names = {n: n for n in plan.devices}
     for a in owners:

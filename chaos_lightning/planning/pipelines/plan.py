@@ -1,5 +1,5 @@
-"""Defines a plan: which device computes which layers for which micro-batches. A value that is printed, compared, stored
-and sent.
+"""Defines a pipeline plan: which device computes which layers for which micro-batches, as a value that can be printed,
+compared, stored and sent.
 
 Theory of operation. A plan has *pipelines*. Each is a row of *stages*, a stage is a device and the run of layers that
 it owns, and the runs of one pipeline make up the whole model. Micro-batches are numbered through the pipelines in
@@ -26,7 +26,7 @@ VACANT = ""
 
 
 class PlanStage(NamedTuple):
-    """Device and the layers [first, end) that it owns."""
+    """Stage of a pipeline: a device and the layers [first, end) that it owns."""
 
     device: str
     first: int
@@ -38,7 +38,7 @@ class PlanStage(NamedTuple):
 
 
 class Detour(NamedTuple):
-    """Layers [first, end) of one micro-batch that run on `device` instead of at home."""
+    """Detour of a micro-batch: its layers [first, end) run on `device` instead of the device of its own pipeline."""
 
     micro_batch: int
     first: int
@@ -48,7 +48,7 @@ class Detour(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Row of stages that make up the model, and the number of micro-batches of a step that are at home there."""
+    """Stages that make up the whole model, and the number of micro-batches of a step that this pipeline runs."""
 
     stages: tuple[PlanStage, ...]
     micro_batches: int
@@ -60,14 +60,14 @@ class Pipeline:
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """First layer of each stage, and the end of the last one."""
+        """First layer of each stage, then the number of layers."""
         return (*(s.first for s in self.stages), self.stages[-1].end)
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Plan of pipelines: who computes what. Equal plans are equal values, in whatever order their devices were
-    given.
+    """Plan of pipelines: which device computes which layers. Equal plans are equal values, in whatever order devices
+    were given.
     """
 
     layer_count: int
@@ -83,12 +83,12 @@ class PipelinePlan:
 
     @cached_property
     def homes(self) -> tuple[int, ...]:
-        """Pipeline in which each micro-batch is at home."""
+        """Pipeline of each micro-batch."""
         return tuple(q for q, p in enumerate(self.pipelines) for _ in range(p.micro_batches))
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
-        """Layers at which some pipeline is cut, with 0 and the number of layers."""
+        """First layers of the stages of all pipelines, sorted, with the number of layers at the end."""
         at = {0, self.layer_count}
         for p in self.pipelines:
             at.update(p.cut)
@@ -100,7 +100,7 @@ class PipelinePlan:
 
     @cached_property
     def owners(self) -> tuple[tuple[str, ...], ...]:
-        """Devices that own the layers of each group; vacant stages own nothing."""
+        """Devices that own each group of layers (those between neighbouring borders)."""
         found: list[list[str]] = [[] for _ in self.groups]
         at = {border: i for i, border in enumerate(self.borders)}
         for name, (stage,) in self.stages.items():
@@ -110,7 +110,7 @@ class PipelinePlan:
 
     @cached_property
     def stages(self) -> dict[str, list[PlanStage]]:
-        """Stage of each device, which is what the device owns."""
+        """Stages of each device."""
         found: dict[str, list[PlanStage]] = defaultdict(list)
         for p in self.pipelines:
             for s in p.stages:
@@ -120,12 +120,12 @@ class PipelinePlan:
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """Devices that own layers or are idle, sorted."""
+        """Devices of the plan, idle ones included, sorted."""
         return tuple(sorted({*self.stages, *self.idle}))
 
     @cached_property
     def vacant(self) -> tuple[tuple[int, int], ...]:
-        """Vacant places, as (pipeline, stage)."""
+        """Vacant places: stages whose device is lost, as (pipeline, stage)."""
         return tuple((q, i) for q, p in enumerate(self.pipelines) for i, s in enumerate(p.stages) if s.device == VACANT)
 
     @property
@@ -143,7 +143,7 @@ class PipelinePlan:
         return found
 
     def route(self, micro_batch: int) -> tuple[PlanStage, ...]:
-        """Returns the devices that a micro-batch passes, in order, with the layers that each runs for it.
+        """Returns the devices that a micro-batch passes through, in order, with the layers that each runs.
 
         Neighbouring layers on one device are one unit. A vacant place shows as `VACANT`.
         """
@@ -162,7 +162,7 @@ class PipelinePlan:
     # ------------------------------------------------------------------------------------------------ as text
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the plan as a value for JSON, from which `from_dict` makes the plan again."""
+        """Returns the plan as JSON values that `from_dict` reads back."""
         rows = [{"micro_batches": p.micro_batches, "stages": [list(s) for s in p.stages]} for p in self.pipelines]
         about: dict[str, Any] = {"layers": self.layer_count, "pipelines": rows}
         for name, value in (
@@ -176,7 +176,7 @@ class PipelinePlan:
 
     @staticmethod
     def from_dict(about: Mapping[str, Any]) -> PipelinePlan:
-        """Returns the plan that `to_dict` wrote.
+        """Returns the plan from the JSON values that `to_dict` made.
 
         Raises:
             PlanError: The value is no plan.
@@ -208,7 +208,7 @@ class PipelinePlan:
 
     @staticmethod
     def from_json(text: str) -> PipelinePlan:
-        """Returns the plan that `to_json` wrote.
+        """Returns the plan from the JSON text that `to_json` made.
 
         Raises:
             PlanError: The text is no plan.
@@ -224,7 +224,7 @@ class PipelinePlan:
     # ------------------------------------------------------------------------------------------------ checks
 
     def check(self) -> None:
-        """Refuses a plan that does not run every layer of every micro-batch exactly once, on an owner.
+        """Refuses a plan unless it runs every layer of every micro-batch exactly once, on an owner of the layer.
 
         Raises:
             PlanError: The plan does not; says where.
@@ -287,7 +287,7 @@ class PipelinePlan:
 
 
 def overlay(home: Sequence[PlanStage], detours: Iterable[Detour]) -> tuple[PlanStage, ...]:
-    """Returns the route at home with some layers on other devices; neighbouring runs of one device become one."""
+    """Returns a micro-batch's route with its detours applied; consecutive layers on one device become one entry."""
     who: list[str] = []
     for s in home:
         who.extend([s.device] * (s.end - s.first))

@@ -1,4 +1,5 @@
-"""Finds the plan for a fleet: at once a good one, then the best; with its costs, and how sure it is to be the best.
+"""Finds the plan for a fleet: a good one at once, then the best one, with its costs and the largest possible gap to the
+optimum.
 
 Theory of operation. For devices of one kind `equal` finds the shape, `places` says who gets which place, and the whole
 is simulated. Devices or links that are not alike are searched (`unequal`). Where no plan fits, `shortage` says why.
@@ -29,12 +30,12 @@ NEAR = 0.01
 
 
 class NoPlanError(JobError):
-    """Error that no plan fits; says which one comes closest and what is missing where."""
+    """Error that no plan fits into memory; says which plan comes closest and which device lacks how much."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPipelines:
-    """Plan with its costs."""
+    """Plan with its estimated costs, and whether it is known to be the best."""
 
     plan: PipelinePlan
     estimate: StepEstimate
@@ -49,7 +50,7 @@ class PlannedPipelines:
 
 
 class Planner:
-    """Plans for a job on its devices, or on some of them.
+    """Planner for a job on all or some of its devices.
 
     Args:
         job: The job and its whole fleet.
@@ -61,12 +62,12 @@ class Planner:
         self.job, self.copies, self.hosts = job, max(copies, 2 if hosts else 1), hosts
 
     def _enough(self, plan: PipelinePlan) -> bool:
-        """Returns whether every layer has as many owners as are asked for."""
+        """Returns whether every layer of a plan has as many owners as required."""
         return len(plan.pipelines) >= self.copies and not (self.hosts and on_one_host(self.job, plan))
 
     @cached_property
     def _per_host(self) -> int:
-        """Number of devices of the largest host; 0: hosts make no difference to hops."""
+        """Number of devices of the largest host; 0 if links within hosts are no different from others."""
         hosts = Counter(d.place for d in self.job.devices)
         same = self.job.within_host.kind == self.job.between_hosts.kind
         return 0 if same or len(hosts) == 1 else max(hosts.values())
@@ -89,19 +90,19 @@ class Planner:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Shapes for devices of one kind, as if every pipeline began with a host of its own."""
+        """Search for plan shapes on equal devices, as if each pipeline began on a host of its own."""
         return self._shapes(self.job.within_host if self._per_host else self._usual, self._per_host)
 
     @property
     def _usual(self) -> LinkRate:
-        """Link between any two devices, where hosts make no difference."""
+        """Link between any two devices, for jobs in which hosts make no difference."""
         several = len({d.place for d in self.job.devices}) > 1
         return self.job.between_hosts if several else self.job.within_host
 
     @cached_property
     def _others(self) -> tuple[Shapes, ...]:
-        """Other searches for shapes: as if all-reduces were hidden; lengths that fill hosts evenly; pipelines that
-        cross hosts at each hop.
+        """Alternative searches for plan shapes: as if all-reduces cost nothing; with lengths that fill hosts evenly;
+        with every hop between hosts.
         """
         h = self._per_host
         hidden = self._shapes(self.job.within_host if h else self._usual, h, reduce=LinkRate())
@@ -112,12 +113,12 @@ class Planner:
 
     @cached_property
     def _bounds(self) -> Shapes:
-        """Shapes with links at least as fast as those of any placement, for lower bounds."""
+        """Search for plan shapes with the fastest possible links, for lower bounds."""
         return self._shapes(self._fast, reduce=self._fast) if self._per_host else self.shapes
 
     @cached_property
     def _fast(self) -> LinkRate:
-        """Link that is at least as fast as any between two devices."""
+        """Link that is at least as fast as the link of any two devices."""
         within, between = self.job.within_host, self.job.between_hosts
         hosts = Counter(d.place for d in self.job.devices)
         if len(hosts) == 1 or max(hosts.values()) == 1:
@@ -127,7 +128,7 @@ class Planner:
         )
 
     def first(self, devices: Collection[str] | None = None) -> PlannedPipelines:
-        """Returns a good plan at once.
+        """Returns a good plan without a long search.
 
         Args:
             devices: Names of the devices that are left; None: all.
@@ -138,8 +139,7 @@ class Planner:
         return self._answer(devices, exact=False)
 
     def at_once(self) -> PlannedPipelines:
-        """Returns a plan in milliseconds: a first answer, or for devices or links that are not alike the best of few
-        starts.
+        """Returns a plan within milliseconds; for unequal devices or links, the best of a few starts.
 
         Raises:
             NoPlanError: No plan fits.
@@ -160,7 +160,7 @@ class Planner:
         return PlannedPipelines(plan, cost, False, gap, f"{_rows(plan)}; the best of few starts, {_at_most(gap)}")
 
     def on(self, job: TrainingJob) -> Planner:
-        """Returns this planner for another fleet of the same job; tables of times that hold there are kept."""
+        """Returns a planner for the same job on another fleet; tables of times that still hold are reused."""
         found = Planner(job, copies=self.copies, hosts=self.hosts)
         if "shapes" in self.__dict__ and found._tables_of == self._tables_of:
             found.__dict__["shapes"] = self.shapes
@@ -168,7 +168,7 @@ class Planner:
 
     @property
     def _tables_of(self) -> tuple[object, ...]:
-        """Values on which the times of `shapes` depend."""
+        """Values that the times in `shapes` depend on."""
         job = self.job
         longest = 0 if self.copies == 1 else len(job.devices) // self.copies
         return (
@@ -177,7 +177,7 @@ class Planner:
         )  # fmt: skip
 
     def exact(self, devices: Collection[str] | None = None) -> PlannedPipelines:
-        """Returns the best plan; for devices or links that are not alike, the best one that a longer search finds.
+        """Returns the best plan; for unequal devices or links, the best that a longer search finds.
 
         Args:
             devices: Names of the devices that are left; None: all.
@@ -214,7 +214,7 @@ class Planner:
         return PlannedPipelines(plan, cost, gap <= SAME, gap if gap > SAME else 0.0, f"{_rows(plan)}; {sure}", fates)
 
     def _lacks(self) -> str:
-        """Returns in words why no plan has as many owners of each layer as are asked for."""
+        """Returns the error text for a job in which no plan has as many owners of each layer as required."""
         where = "two hosts" if self.hosts else f"{self.copies} devices"
         return (
             f"no plan was found in which each layer has owners on {where}: so many copies do not fit, or lie on one "
@@ -222,8 +222,8 @@ class Planner:
         )
 
     def _best(self, names: Sequence[str]) -> PlannedPipelines | None:
-        """Returns the plan with the shortest simulated step, with a bound on how much better another may be; None if no
-        plan fits.
+        """Returns the plan with the shortest simulated step, and a bound on how much shorter any step can be; None if
+        no plan fits into memory.
         """
         shape = self.shapes.exact(len(names))
         best = self.seated(shape, names) if shape and math.isfinite(shape.charged_s) else None
@@ -251,8 +251,8 @@ class Planner:
         return replace(best, exact=exact, gap=0.0 if exact else gap, why=f"{_rows(best.plan)}; {sure}")
 
     def _simpler(self, names: Sequence[str], than: PlanShape | None) -> Iterator[PlannedPipelines]:
-        """Yields plans that may be faster than the charged costs say: the first answer, one device alone, and shapes of
-        a few devices less.
+        """Yields plans that may be faster than the search's costs predict: the first answer, single devices, and shapes
+        for a few devices fewer.
         """
         count, shapes = len(names), self.shapes
         fewer = range(max(1, count - FEWER), count) if count <= COUNTED else ()
@@ -263,15 +263,17 @@ class Planner:
                 yield self.seated(replace(shape, devices=count), names)
 
     def _bound_s(self, devices: int, near_s: float) -> float:
-        """Returns the least seconds of a step, its commit included; a bound beyond `near_s` is not looked for."""
+        """Returns a lower bound of a step's seconds, commit included; values above `near_s` are not computed
+        exactly.
+        """
         o = self.job.overheads
         several_s = self._bounds.bound_s(devices, near_s) + 2 * (self._fast.latency_s + o.hop_s)
         alone_s = self._bounds.cutter.row(1).bound_s(self.job.micro_batches, 1)
         return min(several_s, alone_s) + o.commit_s
 
     def _on_one_host(self, names: Sequence[str], than: PlannedPipelines) -> PlannedPipelines | None:
-        """Returns a better plan on the largest host alone, where links to the others cost more than their devices add;
-        None if there is none.
+        """Returns a better plan on the largest host alone, for jobs with slow links between hosts; None if there is
+        none.
         """
         hosts = defaultdict[str, list[Device]](list)
         for n in names:
@@ -289,7 +291,7 @@ class Planner:
         return replace(found, plan=plan, shared_fate=fates if len(plan.pipelines) > 1 else ())
 
     def seated(self, shape: PlanShape, devices: Collection[str], shapes: Shapes | None = None) -> PlannedPipelines:
-        """Returns the plan that puts a shape on these devices.
+        """Returns the plan that puts devices into a given shape.
 
         Args:
             shape: Shape of the plan.
@@ -310,7 +312,7 @@ def _at_most(gap: float) -> str:
 
 
 def describe(shape: PlanShape) -> str:
-    """Returns a shape in words."""
+    """Returns a plan's shape in words."""
     return _words(Counter(shape.pairs), shape.devices - shape.used)
 
 

@@ -1,4 +1,4 @@
-"""Proposes ways to go on after a loss, by policies that have names.
+"""Defines the named policies, each of which proposes ways to go on after a loss.
 
 Theory of operation. A *policy* is a function from the ways that there are at a moment (`Options`) to candidates, of
 which `choice` takes the one of the greatest value. Options are asked of whoever knows the devices: `formation` for a
@@ -39,38 +39,40 @@ layer.
 
 
 class Options(Protocol):
-    """Ways to go on at a moment, as an interface; a method returns None for a way that is not possible."""
+    """Interface to the ways in which a job can go on at some moment; a method returns None if its way is not
+    possible.
+    """
 
     @property
     def whole(self) -> bool:
-        """Whether there is a plan and no device of it is lost."""
+        """Whether there is a plan that has lost no device."""
         ...
 
     def keep(self) -> PlanCandidate | None:
-        """Returns the candidate that reroutes around vacant places, and moves nothing."""
+        """Returns the candidate that moves no layers: other owners take the micro-batches of vacant places."""
         ...
 
     def fill(self) -> PlanCandidate | None:
-        """Returns the candidate that seats idle devices in vacant places."""
+        """Returns the candidate that gives vacant places to idle devices."""
         ...
 
     def avoid(self) -> PlanCandidate | None:
-        """Returns the candidate that takes slow devices for lost."""
+        """Returns the candidate that treats slow devices as lost."""
         ...
 
     def move(self, kind: str = "best") -> PlanCandidate | None:
-        """Returns the candidate that moves layers: to the `best` plan, or to that of `oobleck`, `algorithm1` or
+        """Returns the candidate that moves layers to a new plan: the `best` one, or that of `oobleck`, `algorithm1` or
         `shadowed`.
         """
         ...
 
     def shadow(self) -> PlanCandidate | None:
-        """Returns the candidate that goes on by redundant stages."""
+        """Returns the candidate in which devices that hold redundant stages take over those of lost devices."""
         ...
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
-        """Returns the candidate that goes back to the newest checkpoint, with the `best`, a `symmetric` or a `shadowed`
-        plan.
+        """Returns the candidate that restarts from the newest checkpoint, with the `best`, a `symmetric` or a
+        `shadowed` plan.
         """
         ...
 
@@ -84,8 +86,8 @@ def reroute(options: Options) -> Iterator[PlanCandidate | None]:
 
 
 def _anew(kind: str) -> Policy:
-    """Returns a policy that takes the plan of this kind after each loss; while no device of the plan is lost, only if
-    that pays.
+    """Returns a policy that makes a new plan of the given kind after each loss, and without a loss only if that
+    pays.
     """
 
     def policy(options: Options) -> Iterator[PlanCandidate | None]:
@@ -128,7 +130,9 @@ POLICIES: dict[str, Policy] = {
 
 @cache
 def installed() -> dict[str, Policy]:
-    """Returns the policies that users have installed; one that cannot be loaded raises its error when asked."""
+    """Returns the policies that users have installed; a policy that fails to load raises its error when it is
+    called.
+    """
     found: dict[str, Policy] = {}
     for entry in entry_points(group=GROUP):
         if entry.name in POLICIES or entry.name in found:
@@ -150,7 +154,7 @@ def _raising(words: str) -> Policy:
 
 
 def policy(name: str) -> Policy:
-    """Returns the policy of this name.
+    """Returns the built-in or installed policy of this name.
 
     Raises:
         PlanError: There is no such policy; lists those there are.
@@ -163,7 +167,7 @@ def policy(name: str) -> Policy:
 
 
 class _Noting:
-    """Options that note the plans they make, so that a user's policy cannot go on by a plan of its own."""
+    """Wrapper of options that records the plans they make, so that a user's policy cannot return a plan of its own."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -187,7 +191,7 @@ _LEAST = {"step_s": None, "samples": None, "transition_s": 0, "redo_s": 0, "risk
 
 
 def _checked(who: str, c: PlanCandidate, plans: list[Any]) -> PlanCandidate:
-    """Returns a candidate under its policy's name.
+    """Returns a candidate of a policy, with the policy's name; refuses one that cannot be carried out.
 
     Raises:
         PlanError: The candidate cannot be carried out.
@@ -209,7 +213,7 @@ def _checked(who: str, c: PlanCandidate, plans: list[Any]) -> PlanCandidate:
 
 
 def decide(name: str, options: Options, outlook: Outlook) -> Decision:
-    """Returns the decision of a policy.
+    """Asks a policy for candidates and returns the decision among them.
 
     Args:
         name: Name of the policy.

@@ -1,4 +1,5 @@
-"""Request of a member that wants its job to run in pipelines: the model as it measured it, its device, and some rules.
+"""Defines the request of a member that wants its job to run in pipelines: the measured model, the member's device, and
+rules.
 
 Theory of operation. Each member says so in every hello, as text (`Hello.pipelines`). So a scheduler that is started
 anew knows all of it again, and nothing has to be stored. All members of a job must agree in `terms`; times and sizes
@@ -30,7 +31,7 @@ _REQUESTS = 16
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """Request of a member for pipelines (see the module)."""
+    """Request of a member for pipelines: its measured model, its device, and rules."""
 
     job: TrainingJob
     """Layers with their costs, micro-batches, overheads and memory rules; and one device, the member's own."""
@@ -79,17 +80,19 @@ class PipelineRequest:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """Names that the model's layers have there, in order."""
+        """Names of the model's layers, in order."""
         return tuple(layer.name for layer in self.job.layers)
 
     @property
     def ends_without_parts(self) -> bool:
-        """Whether the job ends when parts of the training state are lost; else all wait."""
+        """Whether the job ends when parts of the training state are lost; otherwise all members wait for the parts to
+        return.
+        """
         return self.on_lost_parts == "end" or self.policy == "restart"
 
     @property
     def device(self) -> Device:
-        """Device that the member computes with."""
+        """Device of the member."""
         return self.job.devices[0]
 
     @property
@@ -100,7 +103,7 @@ class PipelineRequest:
 
     @property
     def terms(self) -> tuple[tuple[str, str], ...]:
-        """Values in which all members of a job must agree, as (name, value), in a fixed order."""
+        """Values that must be equal at all members of a job, as (name, value) in a fixed order."""
         shared = "; ".join(f"{name} by layers {', '.join(map(str, x))}" for name, x in sorted(self.shared.items()))
         return (
             ("the number of layers", str(self.layer_count)),
@@ -117,7 +120,7 @@ class PipelineRequest:
     # ------------------------------------------------------------------------------------------------ as text
 
     def to_json(self) -> str:
-        """Returns the shortest JSON text; equal values have equal texts."""
+        """Returns the request as the shortest JSON text; equal requests have equal texts."""
         about: dict[str, Any] = {"job": to_dict(self.job), "policy": self.policy, "copies": self.copies}
         about["on_lost_parts"] = self.on_lost_parts
         if self.shared:
@@ -126,7 +129,7 @@ class PipelineRequest:
 
     @staticmethod
     def from_json(text: str) -> PipelineRequest:
-        """Reads what `to_json` wrote.
+        """Returns the request from the JSON text that `to_json` made.
 
         Raises:
             JobError: The text is no request; says which field, what was given and what was expected.
@@ -152,7 +155,7 @@ class PipelineRequest:
 
 
 def _check_plain(job: Any) -> None:
-    """Refuses values that stand for many layers or devices: a short text must not make a large job.
+    """Refuses entries that expand to several layers or devices, so that a short text cannot make a large job.
 
     Raises:
         JobError: The text stands for too much.
@@ -169,5 +172,5 @@ def _check_plain(job: Any) -> None:
 
 @lru_cache(maxsize=_REQUESTS)
 def read_request(text: str) -> PipelineRequest:
-    """Returns `PipelineRequest.from_json`, remembered for the last few texts."""
+    """Returns the request in a text, with the last few texts cached."""
     return PipelineRequest.from_json(text)

@@ -1,4 +1,4 @@
-"""Reroutes micro-batches right after a loss, while no state moves: owners of the same layers take them.
+"""Reroutes the micro-batches of lost devices to owners of the same layers, without moving any state.
 
 Theory of operation. A lost device leaves its place vacant. Each micro-batch at home there makes a detour, for each
 group of layers, by an owner of that group: its data-parallel peers where pipelines are cut alike. The paper (III-B)
@@ -34,7 +34,7 @@ from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes
 
 
 class FatalLossError(PlanError):
-    """Error that layers have no owner left: no rerouting helps, only a checkpoint does."""
+    """Error that some layers have no owner left, so that only a checkpoint helps."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
@@ -51,7 +51,7 @@ def reroute(
     search: bool = True,
     caps: Sequence[int] = CAPS,
 ) -> PipelinePlan:
-    """Returns the plan without some of its devices; no state moves.
+    """Returns the plan after a loss of devices, with their micro-batches rerouted to owners of the same layers.
 
     Args:
         job: Job with the plan's devices; lost ones may be missing.
@@ -78,7 +78,7 @@ def reroute(
 
 
 def without(plan: PipelinePlan, lost: Collection[str]) -> PipelinePlan:
-    """Returns the plan whose lost devices have left vacant places that no detour fills yet.
+    """Returns the plan with the stages of lost devices vacant, before any rerouting.
 
     Raises:
         FatalLossError: Some layer has no owner left.
@@ -112,18 +112,18 @@ def without(plan: PipelinePlan, lost: Collection[str]) -> PipelinePlan:
 
 
 def _worth(job: TrainingJob, plan: PipelinePlan, caps: Sequence[int]) -> tuple[int, float]:
-    """Returns the cost of a plan: bytes that its devices lack, then the step's seconds; less is better."""
+    """Returns the sort key of a plan: the bytes of memory that its devices lack, then the step's seconds."""
     cost = estimate(job, plan, caps=caps)
     return sum(cost.over(job).values()), cost.step_s
 
 
 def _owners(plan: PipelinePlan) -> dict[int, tuple[str, ...]]:
-    """Returns the owners of each group, by the group's first layer."""
+    """Returns the owners of each group of layers, by the group's first layer."""
     return {group.start: owners for group, owners in zip(plan.groups, plan.owners, strict=True)}
 
 
 def _orphans(plan: PipelinePlan) -> list[tuple[int, PlanStage]]:
-    """Returns the micro-batches whose home has a vacant place, as (micro-batch, vacant place)."""
+    """Returns (micro-batch, vacant stage) for each stage of a micro-batch whose device is lost."""
     starts = [0]
     for p in plan.pipelines:
         starts.append(starts[-1] + p.micro_batches)
@@ -131,8 +131,8 @@ def _orphans(plan: PipelinePlan) -> list[tuple[int, PlanStage]]:
 
 
 def _even(job: TrainingJob, plan: PipelinePlan) -> PipelinePlan:
-    """Returns the plan in which each orphan goes to the owner with the fewest guests so far, counted in seconds of a
-    device of speed 1.
+    """Returns the plan in which each micro-batch of a vacant stage goes to the owner with the least rerouted work so
+    far, in seconds at speed 1.
     """
     c, owners = job.costs, _owners(plan)
     load: dict[str, float] = dict.fromkeys(plan.stages, 0.0)
@@ -149,8 +149,8 @@ def _even(job: TrainingJob, plan: PipelinePlan) -> PipelinePlan:
 
 
 def _searched(job: TrainingJob, plan: PipelinePlan, caps: Sequence[int]) -> list[PipelinePlan]:
-    """Returns the plan whose guests went to owners as a greedy run lets them, in a list; an empty list if every run
-    stood still.
+    """Returns at most one plan, with the micro-batches of vacant stages assigned as a greedy run assigns them; none if
+    every run deadlocks.
     """
     owners = _few_owners(job, plan)
     asked = {name for names in owners.values() for name in names}
@@ -164,8 +164,8 @@ def _searched(job: TrainingJob, plan: PipelinePlan, caps: Sequence[int]) -> list
 
 
 def _few_owners(job: TrainingJob, plan: PipelinePlan) -> dict[int, list[str]]:
-    """Returns as many owners of each group as it has orphans, those with the least to do at home, by the group's first
-    layer.
+    """Returns the least busy owners of each group of layers, at most as many as it has micro-batches to reroute, by the
+    group's first layer.
     """
     c = job.costs
     work = {
@@ -202,8 +202,8 @@ def _with_detours(plan: PipelinePlan, fleet: Fleet, ran: Ran) -> PipelinePlan:
 
 
 def slowed_s(times: PipelineTimes, micro_batches: int, guests: Sequence[int], in_flight_extra: int = 0) -> float:
-    """Returns the seconds to the last backward unit of a pipeline that also runs guests, of which only the numbers are
-    known.
+    """Returns the seconds until the last backward pass of a pipeline ends that also takes rerouted micro-batches, of
+    which only the numbers are known.
 
     The guests come from pipelines that run nothing but them, so what is left out is that these may be late because of
     guests that go elsewhere. Over random losses it differs by 2% in the mean from the run of all pipelines, and by 18%

@@ -1,4 +1,4 @@
-"""Makes instruction lists for 1F1B, which say what each stage does in which order; and checks any lists.
+"""Makes the instruction lists of 1F1B (the order in which each stage runs its passes), and validates any lists.
 
 Theory of operation. An instruction is (stage, kind, micro-batch), written as torch.distributed.pipelining does: `0F3`
 is the forward pass of micro-batch 3 through stage 0, `B` its whole backward pass, `I` and `W` the two halves of a split
@@ -20,7 +20,7 @@ _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Instruction(NamedTuple):
-    """Instruction to run one unit, or one half of a backward pass."""
+    """Instruction to run a forward or backward pass, or one half of a backward pass, of a micro-batch at a stage."""
 
     stage: int
     kind: str
@@ -35,11 +35,11 @@ Schedule = Sequence[Sequence[Instruction]]
 
 
 class ScheduleError(PlanError):
-    """Error in a schedule that cannot run or does not do everything once; says which instruction of which worker."""
+    """Error in a schedule that deadlocks, or does not run each pass once; names instruction and worker."""
 
 
 def read_instruction(text: str) -> Instruction:
-    """Reads what `str` of an instruction wrote.
+    """Reads an instruction from the text that `str` makes of it.
 
     Raises:
         ScheduleError: The text is no instruction.
@@ -54,12 +54,13 @@ def read_instruction(text: str) -> Instruction:
 
 
 def in_flight(stages: int, stage: int, micro_batches: int, extra: int = 0) -> int:
-    """Returns the most micro-batches whose activations a stage of 1F1B keeps at once."""
+    """Returns the largest number of micro-batches whose activations a 1F1B stage keeps at once."""
     return min(stages - stage + extra, micro_batches)
 
 
 def one_f_one_b(stages: int, micro_batches: int, extra: int = 0) -> list[list[Instruction]]:
-    """Returns the lists of 1F1B: as many forward passes as may be in flight, then one backward and one forward in turn.
+    """Returns the instruction lists of 1F1B: forward passes up to the limit in flight, then one backward and one
+    forward pass alternately.
 
     Args:
         stages: Number of stages.
@@ -82,7 +83,7 @@ def one_f_one_b(stages: int, micro_batches: int, extra: int = 0) -> list[list[In
 
 
 def check_schedule(schedule: Schedule, routes: Mapping[int, Sequence[int]]) -> None:
-    """Refuses a schedule that does not do everything once, in an order in which it ends.
+    """Refuses a schedule that does not run each pass once, or that deadlocks.
 
     Args:
         schedule: Instructions by worker.
@@ -126,7 +127,9 @@ def _check_unit(done: Mapping[Instruction, int], k: int, j: int) -> None:
 
 
 def _check_order(worker: int, row: Sequence[Instruction]) -> None:
-    """Refuses a worker's list with a backward before its forward pass, or the weights' half before the input's half."""
+    """Refuses a worker's list in which a backward pass precedes its forward pass, or the weights' half precedes the
+    input's half.
+    """
     seen: set[Instruction] = set()
     for x in row:
         first = {"B": "F", "I": "F", "W": "I"}.get(x.kind)
@@ -136,7 +139,7 @@ def _check_order(worker: int, row: Sequence[Instruction]) -> None:
 
 
 def needs(x: Instruction, last: int) -> Instruction | None:
-    """Returns the instruction that another stage must have done before; None: there is none.
+    """Returns the instruction of another stage that must have run before; None if there is none.
 
     A whole backward pass and the input's half are the same to the stage before: the caller looks for either.
     """

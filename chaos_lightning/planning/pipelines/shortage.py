@@ -1,6 +1,4 @@
-"""Finds the pipeline that comes closest to fitting; says why no plan fits if that one does not, and what it would
-take.
-"""
+"""Finds the pipeline that comes closest to fitting into memory, and says what would be needed for a plan."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def nearest(job: TrainingJob) -> str:
-    """Returns in words why no plan fits: the layer that fits on no device, or the plan that comes closest and what it
-    lacks.
+    """Returns in words why no plan fits into memory: the layer too large for any device, or the closest plan and what
+    it lacks.
     """
     roomy = max(job.devices, key=lambda d: d.memory_nbytes)
     for i, layer in enumerate(job.layers):
@@ -38,7 +36,7 @@ def nearest(job: TrainingJob) -> str:
 
 
 def tightest(job: TrainingJob) -> PipelinePlan | None:
-    """Returns one pipeline of all micro-batches on the devices with most memory, cut as it fits best; None if it does
+    """Returns a plan of a single pipeline on the devices with most memory, with the cut that fits best; None if it does
     not fit.
     """
     devices, at, short = _tightest(job)
@@ -51,7 +49,8 @@ def tightest(job: TrainingJob) -> PipelinePlan | None:
 
 
 def least_devices(job: TrainingJob, device: Device) -> int | None:
-    """Returns the smallest number of devices like this one that some plan fits; None: no number does.
+    """Returns the smallest number of devices equal to this one on which some plan fits into memory; None if no number
+    suffices.
 
     Args:
         job: The job; its own devices do not matter.
@@ -70,7 +69,7 @@ def least_devices(job: TrainingJob, device: Device) -> int | None:
 
 
 def _holds(job: TrainingJob, device: Device, stages: int, m: int) -> bool:
-    """Returns whether a pipeline of so many devices like this one fits: the longest stages that fit hold all layers."""
+    """Returns whether a pipeline of this many equal devices fits into memory, with each stage as long as fits."""
     first, count = 0, job.costs.count
     for k in range(stages):
         flight = min(stages - k + job.memory.in_flight_extra, m)
@@ -86,7 +85,7 @@ def _holds(job: TrainingJob, device: Device, stages: int, m: int) -> bool:
 
 
 def _tightest(job: TrainingJob) -> tuple[Sequence[Device], list[int], list[int]]:
-    """Returns the pipeline whose worst stage lacks least memory: its devices, its cut, and the bytes that each stage
+    """Returns the single pipeline whose worst stage lacks the least memory: devices, cut, and bytes that each stage
     lacks.
     """
     devices = sorted(job.devices, key=lambda d: (-d.memory_nbytes, d.name))[: job.costs.count]

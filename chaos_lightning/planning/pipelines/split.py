@@ -1,5 +1,5 @@
-"""Splits micro-batches over pipelines: computes what pipelines can do in a time, and the least time in which they do
-all.
+"""Splits the micro-batches of a step over pipelines: computes how many each can do within a time, and the least time
+for all.
 
 Theory of operation. A pipeline of some *kind* takes T(kind, m) seconds for m micro-batches, and T does not fall with m.
 What it can do in t seconds is its *capacity*, the most m with T <= t. All times in which anything changes are values of
@@ -27,7 +27,7 @@ Pairs = Sequence[tuple[Kind, int]]
 
 @dataclass(frozen=True, slots=True)
 class Filling(Generic[Kind]):
-    """Pipelines that together do all micro-batches."""
+    """Set of pipelines that together do all micro-batches of a step, with their time."""
 
     pairs: tuple[tuple[Kind, int], ...]
     time_s: float
@@ -37,7 +37,7 @@ class Filling(Generic[Kind]):
 
 
 class Splitter(Generic[Kind]):
-    """Splits the micro-batches of a step.
+    """Search for the best split of a step's micro-batches over pipelines.
 
     Args:
         time_s: T(kind, m, pipelines), in seconds; infinite where nothing fits. It may depend on how many there are.
@@ -56,7 +56,7 @@ class Splitter(Generic[Kind]):
         self._last: dict[tuple[Kind, int], int] = {}
 
     def capacity(self, kind: Kind, time_s: float, pipelines: int) -> int:
-        """Returns the most micro-batches that a pipeline does in a time; 0: none."""
+        """Returns the largest number of micro-batches that a pipeline can do within a time; 0 if it can do none."""
         limit = time_s * (1 + CLOSE)
         low, high, below, above = 0, self.total + 1, 0.0, math.inf
         guess = self._last.get((kind, pipelines)) or (self._guess(kind, time_s) if self._guess else 1)
@@ -76,17 +76,19 @@ class Splitter(Generic[Kind]):
         return low
 
     def capacities(self, kinds: Collection[Kind], time_s: float, pipelines: int) -> dict[Kind, int]:
-        """Returns the capacity of each kind; kinds that can do no micro-batch are left out."""
+        """Returns how many micro-batches each kind of pipeline can do within a time; kinds that can do none are left
+        out.
+        """
         return {k: c for k in kinds if (c := self.capacity(k, time_s, pipelines))}
 
     def next_s(self, kinds: Collection[Kind], time_s: float, pipelines: int) -> float:
-        """Returns the least time (s) beyond `time_s` at which some capacity grows."""
+        """Returns the next longer time (s) at which some kind of pipeline can do more micro-batches."""
         more = [(k, self.capacity(k, time_s, pipelines) + 1) for k in kinds]
         return min((self.time_s(k, m, pipelines) for k, m in more if m <= self.total), default=math.inf)
 
     def over(self, pipelines: Sequence[Kind], near_s: float = 0.0) -> Filling[Kind] | None:
-        """Returns the best split over given pipelines, some of which may get nothing; None if memory does not allow
-        any.
+        """Returns the best split of the micro-batches over the given pipelines, some of which may get none; None if
+        none fits into memory.
 
         Args:
             pipelines: Kinds of the pipelines.
@@ -111,8 +113,8 @@ class Splitter(Generic[Kind]):
         near_s: float = 0.0,
         close: float = CLOSE,
     ) -> Filling[Kind] | None:
-        """Returns the filling with the least time in which `filled` finds room for all micro-batches, with times as of
-        `pipelines`.
+        """Returns the set of pipelines that does all micro-batches in the least time, out of those that `filled`
+        proposes for a time, with all-reduces priced for `pipelines`.
 
         Args:
             kinds: All kinds that `filled` uses.
@@ -161,7 +163,7 @@ class Splitter(Generic[Kind]):
         return Filling(best.pairs, best.time_s, min(low, best.time_s))
 
     def _trimmed(self, pairs: Pairs[Kind], pipelines: int) -> tuple[Filling[Kind], float]:
-        """Takes surplus micro-batches from the slowest pipelines, so that all together do exactly those of a step.
+        """Removes surplus micro-batches from the slowest pipelines until their sum is that of a step.
 
         Returns:
             The pipelines that are left, charged for their number; and their time as charged for `pipelines`.

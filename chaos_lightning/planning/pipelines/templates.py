@@ -1,4 +1,4 @@
-"""Makes plans by Oobleck's templates and Varuna's rectangles, as policies to compare with.
+"""Makes plans as Oobleck (pipeline templates) and Varuna (equal pipelines) do, as policies to compare with.
 
 Theory of operation. Oobleck ("Resilient Distributed Training of Large Models Using Pipeline Templates", arXiv
 2309.08125, section 4) makes templates of n0, n0 + 1, ... devices beforehand, n0 being the fewest that the model fits
@@ -32,8 +32,8 @@ ROUNDS = 8
 
 
 def templates(shapes: Shapes, devices: int, faults: int) -> range:
-    """Returns lengths of pipelines that instances are made of; empty where so many devices cannot hold `faults` + 1
-    copies.
+    """Returns the lengths of Oobleck's pipeline templates; empty if this many devices cannot hold `faults` + 1 copies
+    of the model.
 
     Args:
         shapes: Shapes of such devices.
@@ -47,7 +47,7 @@ def templates(shapes: Shapes, devices: int, faults: int) -> range:
 
 
 def oobleck(shapes: Shapes, devices: int, faults: int) -> PlanShape | None:
-    """Returns the best plan of templates that uses all devices in at least `faults` + 1 pipelines.
+    """Returns Oobleck's best plan: pipelines of template lengths that use all devices, at least `faults` + 1 of them.
 
     Args:
         shapes: Shapes of such devices.
@@ -72,8 +72,8 @@ def oobleck(shapes: Shapes, devices: int, faults: int) -> PlanShape | None:
 
 
 def _best_of(shapes: Shapes, devices: int, sizes: Sequence[int], least: int, charged: int) -> PlanShape | None:
-    """Returns the best multiset of sizes by times as if there were `charged` pipelines; its own times are for its own
-    number.
+    """Returns the best combination of template lengths, searched with all-reduces priced for `charged` pipelines; its
+    own time is for its real number.
     """
     total = shapes.total
     splitter = shapes.splitter
@@ -90,7 +90,7 @@ def _best_of(shapes: Shapes, devices: int, sizes: Sequence[int], least: int, cha
 
 
 def _all_used(caps: Mapping[int, int], devices: int, total: int, least: int) -> list[int] | None:
-    """Returns at least `least` lengths, and at most `total`, with a sum of exactly `devices`, that do at least `total`
+    """Returns between `least` and `total` lengths of pipelines that use exactly `devices` and do at least `total`
     micro-batches.
 
     Returns:
@@ -105,8 +105,8 @@ def _all_used(caps: Mapping[int, int], devices: int, total: int, least: int) -> 
 
 
 def _knapsack(caps: Mapping[int, int], devices: int, total: int, least: int, *, more: bool) -> list[int] | None:
-    """Returns `least` lengths, or at least as many if `more`, that use all devices and do at least `total`; None if
-    there are none. Among equal sums of capacities the fewest lengths win.
+    """Returns `least` lengths of pipelines (or more, if `more`) that use all devices and do at least `total`
+    micro-batches, as few as possible; None if there are none.
     """
     base = devices + 1
     items = [(p, c * base - 1) for p, c in sorted(caps.items())]
@@ -136,7 +136,8 @@ def _knapsack(caps: Mapping[int, int], devices: int, total: int, least: int, *, 
 
 
 def split(shapes: Shapes, lengths: Sequence[int], pipelines: int) -> list[tuple[int, int]]:
-    """Returns (length, micro-batches) of each pipeline: one for each, and each further one where it ends earliest.
+    """Returns (length, micro-batches) of each pipeline: gives one micro-batch to each, and each further one to the
+    pipeline that ends earliest.
 
     That makes the slowest pipeline fastest, as more micro-batches never take less time.
     """
@@ -149,16 +150,14 @@ def split(shapes: Shapes, lengths: Sequence[int], pipelines: int) -> list[tuple[
 
 
 def _shape_of(shapes: Shapes, devices: int, lengths: Sequence[int]) -> PlanShape:
-    """Returns the shape of pipelines of given lengths with the micro-batches split over them, charged with their own
-    number.
-    """
+    """Returns the plan shape of pipelines with given lengths, with the micro-batches split over them."""
     counts = Counter(split(shapes, lengths, len(lengths)))
     rows = tuple(Alike(p, m, k) for (p, m), k in sorted(counts.items(), reverse=True))
     return PlanShape(devices, rows, max(shapes.time_s(p, m, len(lengths)) for p, m in counts), 0.0, False)
 
 
 def symmetric(shapes: Shapes, devices: int) -> PlanShape | None:
-    """Returns the best number of pipelines of one length; the rest of the devices is idle.
+    """Returns Varuna's best plan: pipelines of one length, with the remaining devices idle.
 
     Micro-batches are split as evenly as they go. None where no length fits.
     """

@@ -1,4 +1,4 @@
-"""Runs instruction lists in virtual time: when each unit begins and ends, and what is kept meanwhile (Eq. 11).
+"""Runs instruction lists in virtual time: computes when each pass begins and ends (Eq. 11 of the paper).
 
 Theory of operation. A unit begins when its worker is free and what it needs has arrived: the same micro-batch's tensor
 from the stage before, or its gradient from the stage behind, a hop later than it was made. Sending takes no worker's
@@ -23,7 +23,7 @@ from chaos_lightning.planning.pipelines.schedules import (
 
 
 class Span(NamedTuple):
-    """Start and end of an instruction, in seconds from the step's start."""
+    """Time span of an instruction, in seconds from the step's start."""
 
     instruction: Instruction
     start_s: float
@@ -31,20 +31,22 @@ class Span(NamedTuple):
 
 
 class Times(Protocol):
-    """Durations of units and hops, as an interface; a unit is (micro-batch, stage of its route)."""
+    """Interface to the seconds of passes and hops."""
 
     def unit_s(self, x: Instruction) -> float:
-        """Returns the seconds of an instruction where it runs."""
+        """Returns the seconds of an instruction on its device."""
         ...
 
     def hop_s(self, micro_batch: int, stage: int) -> float:
-        """Returns the seconds of a tensor between a stage of the route and the next one, in either direction."""
+        """Returns the seconds that a tensor takes between two neighbouring stages of a micro-batch's route, in either
+        direction.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRun:
-    """Schedule as it ran."""
+    """Timeline of a schedule."""
 
     rows: tuple[tuple[Span, ...], ...]
     """Spans of each worker, in order."""
@@ -101,7 +103,7 @@ def run(schedule: Schedule, times: Times, route_lengths: Mapping[int, int]) -> S
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """Times of one pipeline: seconds of each stage's forward and backward units, and of the hops between stages."""
+    """Seconds of one pipeline: each stage's forward and backward pass, and the hops between stages."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -124,9 +126,7 @@ class PipelineTimes:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Critical path: number of forward and backward units of each stage, and of hops behind it, that follow each
-    other.
-    """
+    """Critical path, as the number of forward and backward passes on it at each stage, and of hops behind each."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -134,7 +134,7 @@ class Path:
 
 
 class OneFOneB:
-    """Run of 1F1B of one pipeline, without lists.
+    """Run of 1F1B in one pipeline, computed without instruction lists.
 
     The recurrence goes round by round: in round j each stage, the last one first, runs the backward unit of micro-batch
     j and then its next forward unit. What that needs was made by the stage before in the round before.
@@ -206,7 +206,7 @@ class OneFOneB:
         return [row[-1].end_s for row in rows]
 
     def path(self, stage: int) -> Path:
-        """Returns the critical path to the end of a stage: lengths of its units and hops add up to that end."""
+        """Returns the critical path up to the end of a stage; the seconds of its passes and hops add up to that end."""
         forward, backward, hops = [0] * self.stages, [0] * self.stages, [0] * max(0, self.stages - 1)
         k, j, back = stage, self.m - 1, True
         while True:
@@ -234,5 +234,5 @@ class OneFOneB:
 
 
 def pipeline_timeline(schedule: Schedule, times: PipelineTimes, micro_batches: int) -> ScheduleRun:
-    """Runs lists of one pipeline whose micro-batches pass all its stages; see `run`."""
+    """Runs the lists of one pipeline, all of whose micro-batches pass all stages, in virtual time."""
     return run(schedule, times, dict.fromkeys(range(micro_batches), len(times.forward)))

@@ -1,4 +1,4 @@
-"""Searches a plan for devices or links that are not alike, from several starts, with its gap to a lower bound.
+"""Searches for a plan on unequal devices or links, from several starts, and gives its gap to a lower bound.
 
 Theory of operation. A set of rows of devices says which devices share a pipeline, in which order; for given rows the
 cuts (`cuts.DeviceRow`) and the split of the micro-batches (`split`) follow, with all-reduces over the slowest link
@@ -67,7 +67,7 @@ Names = tuple[str, ...]
 
 
 class Mixed:
-    """Searches a plan for a job whose devices or links are not alike.
+    """Search for a plan of a job whose devices or links differ.
 
     Args:
         job: The job, on all devices that are there.
@@ -86,15 +86,15 @@ class Mixed:
         self._quick: dict[tuple[int, int, int], float] = {}
 
     def _effort(self) -> tuple[int, int]:
-        """Returns the number of starts to improve of each kind, and of looks at each: all together take some seconds at
-        most.
+        """Returns the effort of the search: number of starts of each kind to improve, and of plans to look at
+        for each.
         """
         return next(((starts, looks) for most, starts, looks in EFFORT if len(self.order) <= most), LEAST)
 
     # ------------------------------------------------------------------------------------------------ rows
 
     def reduce(self, rows: Sequence[Names]) -> LinkRate:
-        """Returns the slowest link between the owners of a layer, who may be any of the devices in these rows."""
+        """Returns the slowest link that an all-reduce among the devices of these pipelines must use."""
         by_name = self.job.by_name
         used = [n for names in rows for n in names]
         places = frozenset(used if self.job.links else (by_name[n].place for n in used))
@@ -105,7 +105,9 @@ class Mixed:
         return found
 
     def row(self, names: Names, reduce: LinkRate) -> DeviceRow:
-        """Returns the row of these devices; rows of the same kinds of devices and links share one."""
+        """Returns the search for cuts of a pipeline of these devices; pipelines with the same kinds of devices and
+        links share one.
+        """
         found = self._rows_by_names.get((names, reduce.kind))
         if found is None:
             devices = [self.job.by_name[n] for n in names]
@@ -118,12 +120,12 @@ class Mixed:
         return found
 
     def time_s(self, names: Names, m: int, pipelines: int, reduce: LinkRate) -> float:
-        """Returns the seconds of a pipeline with the best cut."""
+        """Returns the seconds of a pipeline with its best cut."""
         cut = self.row(names, reduce).best(m, pipelines)
         return math.inf if cut is None else cut.charged_s
 
     def quick_s(self, names: Names, m: int, pipelines: int, reduce: LinkRate) -> float:
-        """Returns the seconds of a pipeline with a cut that is found at once."""
+        """Returns the seconds of a pipeline with a cut found without search."""
         row = self.row(names, reduce)
         key = (id(row), m, pipelines)
         if key not in self._quick:
@@ -132,7 +134,7 @@ class Mixed:
         return self._quick[key]
 
     def line_s(self, names: Names, m: int, pipelines: int, reduce: LinkRate) -> float:
-        """Returns approximately `quick_s`: taken as linear in m, by two numbers around the row's share."""
+        """Returns an approximation of `quick_s` that is linear in the number of micro-batches."""
         key = (id(self.row(names, reduce)), pipelines > 1)
         line = self._lines.get(key)
         if line is None:
@@ -145,14 +147,14 @@ class Mixed:
         return found if math.isfinite(found) else self.quick_s(names, m, pipelines, reduce)
 
     def _share(self, names: Names) -> float:
-        """Returns a row's micro-batches in proportion to its speed."""
+        """Returns the number of micro-batches for a pipeline in proportion to its speed."""
         by_name = self.job.by_name
         return self.job.micro_batches * sum(by_name[n].speed for n in names) / self.speeds
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def search(self, *, improve: bool = True) -> list[tuple[float, PipelinePlan]]:
-        """Returns the best plans that were found.
+        """Returns the few best plans found.
 
         Args:
             improve: Whether devices are moved about; else the best starts are taken.
@@ -190,7 +192,7 @@ class Mixed:
         return sorted(found, key=lambda x: x[0])
 
     def _simulated_s(self, rows: Sequence[Names]) -> float:
-        """Returns the seconds of a simulated step of these rows, with cuts that are found at once."""
+        """Returns the simulated seconds of a step of these pipelines, with cuts found without search."""
         reduce = self.reduce(rows)
         filling = self._value(rows)
         # `line_s` knows no memory that micro-batches need.
@@ -204,7 +206,8 @@ class Mixed:
         return estimate(self.job, plan).step_s
 
     def _turned(self, rows: tuple[Names, ...]) -> Iterator[tuple[Names, ...]]:
-        """Yields the rows, and if owners must be on two hosts, also the rows with every other one the other way around.
+        """Yields the pipelines as given; if owners must be on two hosts, also with the devices of every second pipeline
+        reversed.
 
         Where one kind of devices is all on one host, pipelines of one order would have the same layers there.
         """
@@ -214,7 +217,7 @@ class Mixed:
             yield tuple(sorted(turned, key=lambda x: (-len(x), x)))
 
     def bound_s(self) -> float:
-        """Returns the least seconds of a step of any plan."""
+        """Returns a lower bound of the step's seconds for any plan."""
         job = self.job
         both = self.tables.at_speed(1.0).both
         least = min(stage_memory(job, i, i + 1, 1, 1).nbytes for i in range(job.costs.count))
@@ -226,7 +229,7 @@ class Mixed:
         return max(work, both[-1] / speeds[0], job.micro_batches * largest / sum(speeds[: max(1, owners)]))
 
     def _shortest(self) -> int:
-        """Returns the number of stages of the shortest pipeline that memory allows, of the devices with most memory."""
+        """Returns the least number of stages with which a pipeline of devices with the most memory fits."""
         most = max(self.job.devices, key=lambda d: d.memory_nbytes)
         cutter = Cutter(self.job, most, LinkRate(), LinkRate())
         top = min(len(self.job.devices), self.job.costs.count)
@@ -274,7 +277,8 @@ class Mixed:
             yield from self._mixes()
 
     def _mixes(self) -> Iterator[tuple[Names, ...]]:
-        """Yields sets of rows that hold all classes of devices in the same shares, or some classes each.
+        """Yields starts for unequal devices: sets of pipelines that mix all classes of devices in equal shares, or only
+        some classes each.
 
         A class may stay idle, have rows of its own, or share rows with others: all set partitions of all subsets. Where
         memory is scarce, rows of slow devices alone are too long, and those of fast ones alone leave the others idle.
@@ -290,8 +294,8 @@ class Mixed:
                 yield self._ordered([row for rows in chosen for row in rows])
 
     def _mixed(self, classes: Sequence[Sequence[Device]]) -> list[list[list[Device]]]:
-        """Returns ways to put all devices of these classes into 1, 2, 3, ... rows with equal shares of each; the most
-        promising ones first.
+        """Returns ways to divide the devices of these classes into 1, 2, 3, ... pipelines with equal shares of each
+        class, the most promising first.
 
         The promise of a number of rows is the step of its rows alone, at their share of the micro-batches.
         """
@@ -313,8 +317,8 @@ class Mixed:
         return [rows for _, rows in sorted(found, key=lambda x: x[0])]
 
     def _classes(self) -> list[list[Device]]:
-        """Returns the devices by class: one for each kind, but the kinds that differ least in speed are joined while
-        there are too many.
+        """Returns the devices by class, one class for each kind; kinds of similar speed are joined while there are too
+        many.
         """
         by_kind = defaultdict[tuple[float, float], list[Device]](list)
         for d in self.order:
@@ -327,7 +331,7 @@ class Mixed:
         return [sorted(x, key=lambda d: (d.place, d.name)) for x in found]
 
     def _lengths(self) -> Iterator[tuple[list[Device], tuple[int, ...]]]:
-        """Yields devices, fast ones first, and lengths of pipelines of the first of them."""
+        """Yields starts: devices, fast ones first, and the lengths of pipelines made of them in that order."""
         job = self.job
         for devices in self._parts():
             count = len(devices)
@@ -347,8 +351,8 @@ class Mixed:
                     yield devices, tuple(p for p, _ in shape.pairs)
 
     def _parts(self) -> Iterator[list[Device]]:
-        """Yields the devices that a start is made of, fast ones first: all, those of some hosts, the fast ones, the
-        roomy ones.
+        """Yields sets of devices to start from, fast ones first: all, those of some hosts, fast ones, those with much
+        memory.
         """
         order, by_place = self.order, defaultdict[str, list[Device]](list)
         for d in order:
@@ -369,7 +373,9 @@ class Mixed:
                 yield devices
 
     def _ordered(self, rows: Sequence[Sequence[Device]]) -> tuple[Names, ...]:
-        """Returns each row in the better order: fast devices first or last, or those with most memory first."""
+        """Returns each pipeline's devices in the best of three orders: fast ones first, fast ones last, or those with
+        most memory first.
+        """
         found = []
         reduce = self.reduce([tuple(d.name for d in row) for row in rows])
         for row in rows:
@@ -386,7 +392,9 @@ class Mixed:
     # ------------------------------------------------------------------------------------------------ moves
 
     def _improve(self, rows: tuple[Names, ...]) -> tuple[float, tuple[Names, ...]]:
-        """Applies the first move that helps, again and again; returns the seconds and the rows."""
+        """Improves pipelines by local search: applies the first change that helps, again and again; returns their
+        seconds and devices.
+        """
         filling = self._value(rows)
         assert filling is not None
         best, left = (filling.time_s, rows), self._effort()[1]
@@ -408,14 +416,14 @@ class Mixed:
                 return best
 
     def _like(self, rows: Sequence[Names]) -> tuple[int, ...]:
-        """Returns a key that is equal for rows of the same kinds of devices and links, whatever the devices are
-        called.
+        """Returns a key that is equal for pipelines with the same kinds of devices and links, whatever the devices'
+        names.
         """
         reduce = self.reduce(rows)
         return tuple(sorted(id(self.row(names, reduce)) for names in rows))
 
     def _neighbours(self, rows: tuple[Names, ...], filling: Filling[Names]) -> Iterator[tuple[Names, ...]]:
-        """Yields rows after one move; those moves first that change the row that the step waits for."""
+        """Yields the pipelines after one change; changes to the slowest pipeline come first."""
         count = len(filling.pairs)
         reduce = self.reduce(rows)
         late = {names: self.line_s(names, m, count, reduce) for names, m in filling.pairs}
@@ -449,7 +457,9 @@ class Mixed:
 
 
 def _exchanges(a: Names, b: Names, by_name: dict[str, Device]) -> Iterator[tuple[Names, Names]]:
-    """Yields two rows after one device of each changed places, or one of either went to the other."""
+    """Yields both pipelines after an exchange of two devices between them, or after one device has moved from one to
+    the other.
+    """
     for (k, x), (j, y) in ((p, q) for p in enumerate(a) for q in enumerate(b)):
         if by_name[x].kind != by_name[y].kind:
             yield (*a[:k], y, *a[k + 1 :]), (*b[:j], x, *b[j + 1 :])
@@ -468,7 +478,7 @@ def _next_to_like(devices: Sequence[Device], lengths: Sequence[int]) -> list[lis
 
 
 def _dealt(devices: Sequence[Device], lengths: Sequence[int]) -> list[list[Device]]:
-    """Returns rows of these lengths: each device goes to the row that has least speed per place so far."""
+    """Returns pipelines of the given lengths: each device goes to the one with the least speed per stage so far."""
     rows: list[list[Device]] = [[] for _ in lengths]
     for d in devices:
         free = [i for i, p in enumerate(lengths) if len(rows[i]) < p]
@@ -477,7 +487,9 @@ def _dealt(devices: Sequence[Device], lengths: Sequence[int]) -> list[list[Devic
 
 
 def _blocks(classes: Sequence[Sequence[Device]], count: int) -> list[list[Device]]:
-    """Deals devices to rows so that each has neighbours of each class; rows that get one more take turns."""
+    """Divides devices over pipelines in blocks: each pipeline gets neighbouring devices of each class, with remainders
+    in turn.
+    """
     rows: list[list[Device]] = [[] for _ in range(count)]
     turn = 0
     for devices in classes:
@@ -491,7 +503,9 @@ def _blocks(classes: Sequence[Sequence[Device]], count: int) -> list[list[Device
 
 
 def _in_turn(classes: Sequence[Sequence[Device]], count: int) -> list[list[Device]]:
-    """Deals devices to rows so that neighbours, who are mostly of one host, own the same stage of several rows."""
+    """Divides devices over pipelines in turn, so that neighbouring devices (mostly of one host) own the same stage of
+    several pipelines.
+    """
     rows: list[list[Device]] = [[] for _ in range(count)]
     turn = 0
     for devices in classes:
@@ -502,14 +516,14 @@ def _in_turn(classes: Sequence[Sequence[Device]], count: int) -> list[list[Devic
 
 
 def _counts(most: int) -> list[int]:
-    """Returns numbers of rows from 1 to `most`: all of them, or some at equal ratios."""
+    """Returns the numbers of pipelines to try, from 1 to `most`: all, or some at equal ratios if there are many."""
     if most <= COUNTS:
         return list(range(1, most + 1))
     return sorted({round(most ** (i / (COUNTS - 1))) for i in range(COUNTS)})
 
 
 def _set_partitions(items: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yields the set partitions of all subsets but the empty one."""
+    """Yields the set partitions of all non-empty subsets."""
 
     def of(rest: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
         if not rest:
@@ -525,7 +539,9 @@ def _set_partitions(items: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], .
 
 
 def partitions(total: int, largest: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yields whole numbers that add up to `total`, at most `most` of them, longest first."""
+    """Yields the partitions of `total` into at most `most` whole numbers up to `largest`, each with its largest number
+    first.
+    """
     if total == 0:
         yield ()
     elif most:

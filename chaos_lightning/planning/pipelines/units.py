@@ -1,5 +1,5 @@
-"""Derives the units of one step: which member runs which layers of which micro-batch, in which order, and what a sum
-then covers.
+"""Derives the units of one step: which member runs which layers of which micro-batch in which order, and which
+micro-batches each gradient sum covers.
 
 Theory of operation. A view carries a text (protocol.md, pipelines): a plan by member ids, and the instruction lists of
 the pipelines that share micro-batches, since those depend on measured times and no two members measure alike. Pipelines
@@ -72,20 +72,20 @@ class StepUnit(NamedTuple):
 
     @property
     def taken(self) -> BorderKey | None:
-        """Key of the tensor that this unit waits for; None: it waits for none."""
+        """Key of the border tensor that this unit waits for; None if it waits for none."""
         at = self.first if self.kind == FORWARD else self.end
         return BorderKey(self.kind, self.micro_batch, at) if self.source else None
 
     @property
     def sent(self) -> BorderKey | None:
-        """Key of the tensor that this unit makes for another member; None: it makes none."""
+        """Key of the border tensor that this unit sends to another member; None if it sends none."""
         at = self.end if self.kind == FORWARD else self.first
         return BorderKey(self.kind, self.micro_batch, at) if self.to else None
 
 
 @dataclass(frozen=True)
 class ViewPipelines:
-    """A plan by member ids, with the lists of its coupled pipelines: all that a view says about pipelines."""
+    """Pipelines of a view: a plan by member ids, with instruction lists for the pipelines that share micro-batches."""
 
     plan: PipelinePlan
     lists: Mapping[str, tuple[Instruction, ...]] = field(default_factory=dict)
@@ -97,7 +97,8 @@ class ViewPipelines:
     def of(
         plan: PipelinePlan, made: PlanLists | None = None, shared: Mapping[str, Iterable[int]] | None = None
     ) -> ViewPipelines:
-        """Returns the plan with lists that `plan_lists` made; a plan without coupled pipelines needs none.
+        """Returns the view's pipelines from a plan and the lists that `plan_lists` made; without shared micro-batches
+        no lists are needed.
 
         Args:
             plan: Plan by member ids.
@@ -117,7 +118,7 @@ class ViewPipelines:
     # ------------------------------------------------------------------------------------------------ as text
 
     def to_json(self) -> str:
-        """Returns the shortest JSON text; equal values have equal texts."""
+        """Returns the pipelines of a view as the shortest JSON text; equal ones have equal texts."""
         about: dict[str, Any] = {"plan": self.plan.to_dict()}
         if self.lists:
             about["lists"] = {name: " ".join(map(str, row)) for name, row in self.lists.items()}
@@ -127,7 +128,7 @@ class ViewPipelines:
 
     @staticmethod
     def from_json(text: str) -> ViewPipelines:
-        """Reads what `to_json` wrote.
+        """Returns the pipelines of a view from the JSON text that `to_json` made.
 
         Raises:
             PlanError: The text is none of a plan with its lists, or its lists do not run the plan.
@@ -153,7 +154,8 @@ class ViewPipelines:
         return found
 
     def check(self) -> None:
-        """Refuses lists that do not run every unit of the coupled pipelines once, in an order that comes to its end.
+        """Refuses instruction lists that do not run every unit of the pipelines that share micro-batches once, or that
+        deadlock.
 
         Raises:
             PlanError: A list does not; says which member, and which instruction. Or a shared parameter has odd layers.
@@ -197,7 +199,9 @@ class ViewPipelines:
         return [j for j, q in enumerate(self.plan.homes) if q in together]
 
     def instructions(self, member: str) -> tuple[Instruction, ...]:
-        """Returns this member's list; a stage is an index into the micro-batch's own route."""
+        """Returns the instruction list of a member; the stage in an instruction is an index into the micro-batch's
+        route.
+        """
         if member in self.lists:
             return self.lists[member]
         together, start = set(coupled(self.plan)), 0
@@ -210,7 +214,7 @@ class ViewPipelines:
         return ()
 
     def units(self, member: str, empty: Collection[int] = ()) -> tuple[StepUnit, ...]:
-        """Returns this member's units in their order; none if it stands by.
+        """Returns a member's units in the order in which it runs them; none if it owns no layers.
 
         Args:
             member: Id of the member.
@@ -228,13 +232,13 @@ class ViewPipelines:
 
 
 def _shared_by(plan: PipelinePlan) -> tuple[str, ...]:
-    """Returns the members that run units of coupled pipelines, sorted."""
+    """Returns the members of pipelines that share micro-batches, sorted."""
     together = set(coupled(plan))
     return tuple(sorted({s.device for q in together for s in plan.pipelines[q].stages if s.device != VACANT}))
 
 
 def _check_bounds(about: Mapping[str, Any]) -> None:
-    """Refuses numbers that loops run up to and that are too large, before any loop runs."""
+    """Refuses numbers of layers and micro-batches that are too large, before any loop runs up to them."""
     layers, micro_batches = about["layers"], sum(row["micro_batches"] for row in about["pipelines"])
     for value, name in ((layers, "layers"), (micro_batches, "micro-batches")):
         if type(value) is not int or value > MAX_LAYERS:
@@ -249,11 +253,10 @@ def _check_bounds(about: Mapping[str, Any]) -> None:
 
 
 def coverage(units: Iterable[StepUnit], kind: str = BACKWARD) -> tuple[LayersCovered, ...]:
-    """Returns the micro-batches that raw sums hold once these units have run, by runs of layers; layers without any are
-    left out.
+    """Returns the micro-batches whose gradients a member's sums cover once these units have run, by runs of layers.
 
     Args:
-        units: Those of one member.
+        units: Units of one member.
         kind: The passes that count; FORWARD in a round of evaluation, which has no other (P17).
     """
     passes = [u for u in units if u.kind == kind]
@@ -271,11 +274,12 @@ def coverage(units: Iterable[StepUnit], kind: str = BACKWARD) -> tuple[LayersCov
 def coverage_error(
     layer_count: int, micro_batches: Iterable[Span], given: Mapping[str, Sequence[LayersCovered]]
 ) -> str:
-    """Returns in words where members' sums do not hold each micro-batch once in each layer; "" if they do everywhere.
+    """Returns in words where the members' gradient sums do not cover each micro-batch exactly once in each layer; "" if
+    they do.
 
     Args:
         layer_count: Layers of the model.
-        micro_batches: Those of the step that have samples.
+        micro_batches: Micro-batches of the step that have samples.
         given: Coverage that each member's contribution names.
     """
     most = 2 * layer_count + 1
@@ -307,7 +311,7 @@ def coverage_error(
 
 
 def closing(units: Sequence[StepUnit]) -> tuple[tuple[int, ...], ...]:
-    """Returns, by unit, the layers of which the unit is the last backward pass here, the last layer first."""
+    """Returns, for each unit, the layers of which it is the member's last backward pass, the last layer first."""
     last: dict[int, int] = {}
     for i, u in enumerate(units):
         if u.kind == BACKWARD:

@@ -1,11 +1,13 @@
-"""Jobs of equal devices for the tests of other systems' plans."""
+"""Makes jobs on equal devices for the tests of other systems' plans."""
 
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, LinkRate, Overheads, TrainingJob
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
 
 def job_of(devices, micro_batches, layers=8, *, room=10**6, link=None, overheads=None, **about):
-    """Returns a job of layers of one byte of parameters that take 1 s and 2 s, unless `about` says otherwise."""
+    """Returns a job of equal layers with 1 byte of parameters, 1 s forward and 2 s backward, each unless `about`
+    overrides it.
+    """
     usual = {"forward_s": 1.0, "backward_s": 2.0, "parameter_nbytes": 1} | about
     return TrainingJob(
         layers=tuple(Layer(name=f"l{i}", **usual) for i in range(layers)),
@@ -18,7 +20,7 @@ def job_of(devices, micro_batches, layers=8, *, room=10**6, link=None, overheads
 
 
 def plan_of(layers, *rows):
-    """Returns a plan of (lengths in layers, micro-batches) by pipeline, on devices in order."""
+    """Returns a plan with devices in order; each row gives a pipeline's stage lengths (in layers) and micro-batches."""
     pipelines, names = [], (f"d{i:03}" for i in range(1000))
     for lengths, m in rows:
         stages, at = [], 0

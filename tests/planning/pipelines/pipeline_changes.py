@@ -1,4 +1,4 @@
-"""Small jobs, plans, and losses after which every layer has a holder; drawn by hypothesis."""
+"""Draws small jobs, plans, and losses after which every layer still has a holder, for hypothesis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLENTY = 1 << 40
 
 
 def layer(name: str, nbytes: int = 12, **more: Any) -> Layer:
-    """Returns a layer with `nbytes` of state, a third of it weights."""
+    """Returns a layer with `nbytes` of weights and optimizer state, a third of it weights."""
     sizes = {"parameter_nbytes": nbytes // 3, "optimizer_nbytes": nbytes - nbytes // 3, "gradient_nbytes": nbytes // 3}
     return Layer(name=name, **({"forward_s": 0.01, "backward_s": 0.02} | sizes | more))
 
@@ -24,7 +24,7 @@ def row(micro_batches: int, *stages: tuple[str, int, int]) -> Pipeline:
 
 
 class Change(NamedTuple):
-    """Change from an old plan to a new one."""
+    """Change from an old plan to a new one, with the job of the surviving devices."""
 
     job: TrainingJob
     old: PipelinePlan
@@ -33,7 +33,7 @@ class Change(NamedTuple):
 
 @st.composite
 def plans(draw: st.DrawFn, devices: list[str], layers: int) -> PipelinePlan:
-    """Draws pipelines of any lengths and cuts; some devices are idle."""
+    """Draws plans: pipelines with any number of stages and any cuts; some devices are idle."""
     left = list(draw(st.permutations(devices)))
     pipelines = []
     while left and (not pipelines or draw(st.booleans())):
@@ -50,7 +50,7 @@ def plans(draw: st.DrawFn, devices: list[str], layers: int) -> PipelinePlan:
 
 @st.composite
 def changes(draw: st.DrawFn, most_devices: int = 6, kinds: int = 2) -> Change:
-    """Draws a change whose job has the survivors only, in any order."""
+    """Draws a change of plan after a loss, with a job of only the surviving devices, in any order."""
     count = draw(st.integers(1, 6))
     layers = tuple(layer(f"layer {i}", draw(st.integers(0, 20))) for i in range(count))
     names = [f"d{i}" for i in range(draw(st.integers(2, most_devices)))]

@@ -1,4 +1,4 @@
-"""Jobs and plans that tests of pipelines start from: equal and random ones, with and without limits of memory."""
+"""Makes jobs and plans for tests of pipelines: equal and random ones, with and without memory limits."""
 
 from itertools import pairwise
 from typing import Any
@@ -11,8 +11,8 @@ AMPLE = 10**9
 
 
 def equal_job(pipelines, stages, micro_batches, memory_nbytes=AMPLE, hop_s=0.0):
-    """Returns a job with one layer for each stage: 1 s forward, 2 s back, 10 bytes kept; `micro_batches` are a
-    pipeline's.
+    """Returns a job with one layer per stage (1 s forward, 2 s backward, 10 bytes kept); `micro_batches` is the number
+    for each pipeline.
     """
     layers = tuple(
         Layer(name=f"l{k}", forward_s=1.0, backward_s=2.0, activation_nbytes=10, output_nbytes=1) for k in range(stages)
@@ -29,12 +29,14 @@ def equal_job(pipelines, stages, micro_batches, memory_nbytes=AMPLE, hop_s=0.0):
 
 
 def at(pipeline, stage):
-    """Returns the name of the device at a place."""
+    """Returns the name of the device at a stage of a pipeline."""
     return f"p{pipeline}s{stage}"
 
 
 def plan_of(job, cuts, micro_batches, **more):
-    """Returns a plan with the devices in order; `cuts` has a pipeline's borders, `micro_batches` their numbers."""
+    """Returns a plan with the job's devices in order; `cuts` gives the stage borders of each pipeline, `micro_batches`
+    its number of micro-batches.
+    """
     names = iter(d.name for d in job.devices)
     rows = tuple(
         Pipeline(tuple(PlanStage(next(names), a, b) for a, b in pairwise(cut)), m)
@@ -46,15 +48,13 @@ def plan_of(job, cuts, micro_batches, **more):
 
 
 def equal_plan(job, pipelines, **more):
-    """Returns a plan of pipelines that are all cut alike, with equal numbers of micro-batches."""
+    """Returns a plan of pipelines with equal cuts and equal numbers of micro-batches."""
     stages = range(job.costs.count + 1)
     return plan_of(job, [tuple(stages)] * pipelines, [job.micro_batches // pipelines] * pipelines, **more)
 
 
 def random_job(random):
-    """Returns a job of unequal layers and devices for pipelines with different cuts; with it, their cuts and
-    micro-batches.
-    """
+    """Returns a job of unequal layers and devices, with random cuts and numbers of micro-batches for its pipelines."""
     count = random.randint(1, 6)
     cuts, micro_batches = [], []
     for _ in range(random.randint(2, 4)):
@@ -91,5 +91,7 @@ def random_job(random):
 
 
 def lists_of(job: TrainingJob, plan: PipelinePlan, **how: Any) -> PlanLists:
-    """Returns the instruction lists of a plan; `how` goes to the run of the pipelines that share micro-batches."""
+    """Returns the instruction lists of a plan; `how` holds options for the run of pipelines that share
+    micro-batches.
+    """
     return plan_lists(plan, *run_coupled(job, plan, coupled(plan), **how))

@@ -1,4 +1,6 @@
-"""Costs of hops, units and commits fitted to steps that a job with known costs would take."""
+"""Tests calibration: the overheads of hops, passes and commits are recovered from steps of a job with known
+overheads.
+"""
 
 from dataclasses import replace
 

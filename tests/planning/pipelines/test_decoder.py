@@ -1,4 +1,4 @@
-"""Decoder models by formula, against models whose numbers are published."""
+"""Tests the formulas for decoder models against models with published numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_parameters_of_published_models() -> None:
 
 @pytest.mark.parametrize("t", [1, 8])
 def test_activations_are_those_of_korthikanti_and_others(t: int) -> None:
-    """Activations follow Eqs. 1, 2 and 4, with a device's t cards together; section 5."""
+    """The bytes of activations follow Eqs. 1, 2 and 4 of Korthikanti et al., for a device of t cards."""
     s, b, h, a = GPT3.sequence, GPT3.micro_batch, GPT3.width, GPT3.heads
 
     def kept(**more: Any) -> int:
@@ -53,7 +53,7 @@ def test_what_is_recomputed_is_there_while_the_layer_computes() -> None:
 
 
 def test_a_blocks_time_is_that_of_megatron() -> None:
-    """A block takes 24 B s h^2 + 4 B s^2 h forward (arXiv 2104.04473, appendix)."""
+    """A block's forward pass takes 24 B s h^2 + 4 B s^2 h operations (arXiv 2104.04473, appendix)."""
     h, s, b = 2048, 512, 3
     layer = Decoder(
         layers=2, width=h, sequence=s, micro_batch=b, flops=1e12, efficiency=0.5, cards=4, recompute="none"

@@ -1,4 +1,4 @@
-"""Files of jobs: their contents, the words of refusals, and the way back."""
+"""Tests job files: what is read, the error texts, and that written jobs are read back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ links:
 
 
 def said(about: Any, devices: int | None = None) -> str:
-    """Returns the error text for a job that is refused."""
+    """Returns the error text with which a job is refused."""
     with pytest.raises(JobError) as refused:
         job_of(about, "job.yaml", devices)
     return str(refused.value)
@@ -93,7 +93,7 @@ def test_other_numbers_of_devices() -> None:
 
 
 def test_cards_of_one_tensor_parallel_group_are_one_device() -> None:
-    """32 cards at TP = 8 are four devices, and one fault takes eight cards."""
+    """With tensor parallelism of 8, 32 cards are four devices, and a fault takes eight cards at once."""
     devices = [{"name": "n", "count": 32, "per_host": 16, "memory_nbytes": 64}]
     job = job_of(JOB | {"tensor_parallel": 8, "devices": devices})
     assert [(d.name, d.host, d.cards, d.memory_nbytes) for d in job.devices] == [

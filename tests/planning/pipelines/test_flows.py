@@ -1,4 +1,4 @@
-"""Cheapest flows from several sources, and full cuts, against networkx."""
+"""Tests minimum-cost flows from several sources, and minimum cuts, against networkx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the estimates that a job learns from its losses, against sums by hand or by enumeration."""
+"""Tests the loss rates and probabilities that a job learns, against sums by hand and enumeration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the assignment of devices to places, and the moved bytes: against scipy, against all permutations, and by
+"""Tests the assignment of devices to places, and the transfers: against scipy, against all permutations, and by
 hand.
 """
 
@@ -34,7 +34,7 @@ def layers_of(plan: PipelinePlan, name: str) -> set[int]:
 
 
 def lacks(change: Change, device: str, place: str) -> set[int]:
-    """Returns the layers that a device has to get to take the place that another has in the new plan."""
+    """Returns the layers that a device must receive to take another device's place in the new plan."""
     return layers_of(change.new, place) - layers_of(change.old, device)
 
 
@@ -44,7 +44,7 @@ def cost(change: Change, device: str, place: str) -> int:
 
 
 def least_busy(change: Change, placed: PipelinePlan) -> float:
-    """Returns the bytes of the busiest source if fractions of bytes could be sent, by linear programming."""
+    """Returns the least bytes that the busiest sender must send, by linear programming with fractional bytes."""
     holders = change.old.holders()
     lacking = Counter(x for d in placed.devices for x in layers_of(placed, d) - layers_of(change.old, d))
     demand = {x: n * change.job.costs.state(x, x + 1) for x, n in lacking.items() if change.job.costs.state(x, x + 1)}
@@ -63,7 +63,7 @@ def least_busy(change: Change, placed: PipelinePlan) -> float:
 
 
 def cheapest(change: Change) -> Iterator[PipelinePlan]:
-    """Yields all plans with the fewest bytes, by trying every permutation."""
+    """Yields all plans with the fewest bytes to move, found by trying every permutation of devices."""
     places = change.new.devices
     orders = list(permutations(places))
     costs = [sum(cost(change, d, p) for d, p in zip(order, places, strict=True)) for order in orders]
@@ -96,8 +96,8 @@ def test_places_stay_with_their_kind_of_device(change: Change) -> None:
 
 @given(changes(most_devices=5), st.sampled_from([2, 3, moves.LEVELS]))
 def test_among_the_cheapest_the_busiest_card_is_the_least(change: Change, levels: int) -> None:
-    """The search finds the least load of the busiest card if a device receives more than any sends. Otherwise its
-    result is no less than the least.
+    """`assign` minimizes the load of the busiest card among the plans with fewest bytes, if that card receives; if it
+    sends, the load may be larger.
     """
 
     def busiest(plan: PipelinePlan) -> tuple[int, int]:
@@ -242,7 +242,9 @@ def test_rank_order_moves_what_the_best_need_not() -> None:
 
 
 def test_owners_stay_on_different_hosts() -> None:
-    """Any two of three devices may own the first half, and two of them are on one host."""
+    """Any two of three devices may own the first half without moves; a pair on two hosts is chosen, not the two on one
+    host.
+    """
     job = job_of({"a1": "a", "a2": "a", "b1": "b", "c1": "c", "d1": "d", "e1": "e"})
     pairs = (("a1", "c1"), ("a2", "d1"), ("b1", "e1"))
     old = PipelinePlan(4, tuple(row(1, (x, 0, 2), (y, 2, 4)) for x, y in pairs))

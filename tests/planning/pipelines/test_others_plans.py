@@ -1,4 +1,4 @@
-"""The policies that plan as others do take their plans from `paper` and `templates`."""
+"""Tests the policies that imitate other systems: each takes the plan that the imitation makes."""
 
 import pytest
 from paper_jobs import job_of
@@ -10,7 +10,7 @@ from chaos_lightning.planning.pipelines.templates import oobleck, symmetric
 
 @pytest.fixture
 def options():
-    """Options with eight devices, two stages at least, and one lost device."""
+    """Returns the options of a fleet of eight devices that has lost one; pipelines need at least two stages."""
     fleet = EqualFleet(job_of(8, 16, 32, room=31))
     return EqualOptions(fleet=fleet, before=fleet.formation("best", 8).without([0]), devices=7)
 

@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper: its candidates, and the rules that the search keeps."""
+"""Tests Algorithm 1 of the Chameleon paper: its candidates, and the rules that its search keeps."""
 
 import math
 from collections import Counter
@@ -108,8 +108,8 @@ def test_algorithm_1_is_the_best_of_its_candidates(case):
 
 
 def test_algorithm_1_is_worse_than_the_best_shape_after_a_loss():
-    """A 4 x 2 job loses one of 8 devices: Algorithm 1 deals micro-batches by stages, where the best split has one less
-    for the long pipeline.
+    """After 4 pipelines of 2 stages lose a device, Algorithm 1 gives micro-batches by number of stages; the best split
+    gives one less to the long pipeline, and is faster.
     """
     shapes = Planner(job_of(8, 16, 32, room=31)).shapes
     was = shapes.exact(8)

@@ -1,4 +1,4 @@
-"""Eqs. 9 to 14 of the paper: where they hold, and where not."""
+"""Tests Eqs. 9 to 14 of the Chameleon paper: in which cases they hold, and in which they do not."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def test_eq_9_knows_of_no_hop_and_no_all_reduce():
 
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=5), st.integers(1, 10))
 def test_eq_11_is_the_longest_way_through_the_units(stages, m):
-    """The recurrence as printed, over the instruction lists of 1F1B."""
+    """Eq. 11 as printed gives the length of the longest chain of passes in the instruction lists of 1F1B."""
     forward, backward = zip(*stages, strict=True)
     n, ends, at = len(stages), {}, [0.0] * len(stages)
     orders = []
@@ -97,7 +97,9 @@ def test_eq_13_of_one_loss_is_eq_12(stages, m, dp, forward, backward):
 
 
 def test_eq_13_adds_up_what_happens_at_once():
-    """Two losses in two stages of 4 x 4: the busiest stage has a third more to do, the sum says two thirds."""
+    """Eq. 13 overestimates two losses in different stages of 4 x 4: the busiest stage has a third more work, the
+    equation's sum has two thirds more.
+    """
     one, two = (eq13(4, 6, 4, lost, 1, 2) for lost in ([1], [1, 1]))
     assert (one, two) == (33, 39)
 
@@ -115,7 +117,9 @@ def test_eq_12_at_known_cases(dp, stages, m, slower):
 
 
 def vacant_plan():
-    """Returns two pipelines of two stages; the first one's first place is vacant, and the other one does its work."""
+    """Returns a plan of two pipelines of two stages; the second one does the work of the first one's vacant first
+    stage.
+    """
     pipelines = (
         Pipeline((PlanStage("", 0, 2), PlanStage("d001", 2, 4)), 3),
         Pipeline((PlanStage("d002", 0, 2), PlanStage("d003", 2, 4)), 3),

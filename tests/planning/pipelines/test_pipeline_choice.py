@@ -1,4 +1,4 @@
-"""Chooses between candidates, with values worked out by hand."""
+"""Tests the choice between candidates, with values calculated by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that an invalid plan is refused in one line, as a value and as text."""
+"""Tests that an invalid plan is refused with a one-line error, both as a value and as text."""
 
 from dataclasses import replace
 

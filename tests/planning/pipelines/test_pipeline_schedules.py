@@ -1,4 +1,4 @@
-"""Instruction lists: their contents, those of torch, and the validator's findings."""
+"""Tests instruction lists: 1F1B and torch's own schedules, and the errors of the validator."""
 
 from types import SimpleNamespace
 
@@ -27,9 +27,7 @@ def routes(p, m):
 
 
 def most_open(row):
-    """Returns the most micro-batches whose forward pass is done and whose backward pass, or both halves of it, is
-    not.
-    """
+    """Returns the largest number of micro-batches between their forward pass and the end of their backward pass."""
     kept, most = set(), 0
     for x in row:
         kept = kept | {x.micro_batch} if x.kind == "F" else kept - {x.micro_batch} if x.kind in "BW" else kept
@@ -70,12 +68,12 @@ def test_a_text_that_is_no_instruction_is_named(text):
 
 
 def pipeline_stage(p):
-    """Returns a stage with all that torch's schedules ask of it before they run."""
+    """Returns a stand-in for a stage, with the attributes that torch's schedules read."""
     return SimpleNamespace(num_stages=p, group_size=p, group_rank=0, stage_index=0, is_last=p == 1, has_backward=True)
 
 
 def theirs(name, p, m):
-    """Returns the compute instructions of one of torch's schedules; None is a bubble there."""
+    """Returns the compute instructions of one of torch's schedules, without its bubbles."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     stage = pipeline_stage(p)
     order = getattr(schedules, name)(stage if "Looped" not in name and "Inter" not in name else [stage], m)
@@ -99,7 +97,7 @@ def test_1f1b_is_that_of_torch(m):
 
 
 def broken(change, p=3, m=3, name="1f1b"):
-    """Returns the validator's words about a schedule in which something was changed."""
+    """Returns the validator's error text for a schedule modified by `change`."""
     lists = [list(row) for row in SCHEDULES[name](p, m)]
     change(lists)
     with pytest.raises(ScheduleError) as caught:

@@ -1,4 +1,4 @@
-"""Virtual time: 1F1B without lists against the lists, its critical path, and runs that cannot end."""
+"""Tests runs in virtual time: 1F1B computed without lists against the lists, its critical path, and deadlocks."""
 
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ counts = st.integers(1, 14)
 
 @st.composite
 def pipelines(draw):
-    """Draws times of a pipeline, some of whose hops take no time."""
+    """Draws times of passes and hops of a pipeline; some hops take no time."""
     p = draw(st.integers(1, 7))
     rows = st.lists(seconds, min_size=p, max_size=p).map(tuple)
     hops = st.lists(st.one_of(st.just(0.0), seconds), min_size=p - 1, max_size=p - 1).map(tuple)

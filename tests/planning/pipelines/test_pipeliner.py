@@ -1,4 +1,6 @@
-"""The pipelines of each view: after any change of members all work is done once, by members that have the memory."""
+"""Tests the pipelines of each view: after any change of members all work is done exactly once, by members with enough
+memory.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def profile_of(layers: int, micro_batches: int, memory_nbytes: int = AMPLE, **mo
 
 
 def device(pipeliner: Pipeliner, member: str, host: str) -> Device:
-    """Returns a device of the profile: that of the member's name, or one like the first."""
+    """Returns the profile's device of the member's name, or else a copy of the profile's first device."""
     profile = pipeliner.profile
     return replace(profile.by_name.get(member.partition("~")[0], profile.devices[0]), name=member, host=host)
 
@@ -64,7 +66,9 @@ def members_of(pipeliner: Pipeliner, count: int, first: int = 0) -> list[Device]
 
 
 def text_of(rows: int, stages: int, micro_batches: int) -> str:
-    """Returns the text of pipelines of one layer a stage, on members in order; `micro_batches` are a pipeline's."""
+    """Returns the text of equal pipelines with one layer per stage, on members in order; `micro_batches` is the number
+    for each pipeline.
+    """
     plan = PipelinePlan(
         stages,
         tuple(
@@ -81,13 +85,14 @@ def owned(text: str) -> dict[str, set[int]]:
 
 
 def check(pipeliner: Pipeliner, answer: PipelineAnswer, members: Collection[Device], held: dict[str, set[int]]) -> None:
-    """Checks the conditions that every answer must meet.
+    """Checks an answer: all work is done once, members have the memory, and moves bring each member the layers that it
+    lacks.
 
     Args:
         pipeliner: Whose answer it is.
-        answer: With pipelines.
-        members: Of the view.
-        held: By member, leavers among them: layers that it holds.
+        answer: Answer with pipelines.
+        members: Members of the view.
+        held: Layers that each member holds, leaving members included.
     """
     assert answer.text is not None
     job = pipeliner.profile
@@ -113,7 +118,7 @@ def check(pipeliner: Pipeliner, answer: PipelineAnswer, members: Collection[Devi
 
 
 def needed(pipeliner: Pipeliner, view: ViewPipelines, name: str, handed_over: set[int]) -> int:
-    """Returns the bytes at the peak of a step, counted unit by unit in the order of the member's own list."""
+    """Returns a member's peak bytes in a step, counted pass by pass in the order of its instruction list."""
     layers, buffers = pipeliner.profile.layers, pipeliner.profile.memory.flat_buffers
     own = {x for s in view.plan.stages.get(name, ()) for x in s.layers}
     kept = sum(layers[x].parameter_nbytes + layers[x].optimizer_nbytes for x in own | handed_over)
@@ -522,7 +527,9 @@ def test_another_kind_of_members_is_planned_by_its_own_times() -> None:
 def test_costs_beside_layers_are_found_again_in_the_steps_that_they_make_longer(
     stages: int, micro_batches: int, unequal: float
 ) -> None:
-    """In two pipelines, members of the second may be faster: they wait, and their end is not the step's."""
+    """Overheads are recovered from the step times that they cause, even if members of the second pipeline are faster
+    and wait.
+    """
     pipeliner = Pipeliner(profile_of(stages, 2 * micro_batches, within_host=LinkRate(), between_hosts=LinkRate()))
     members = [replace(d, speed=unequal) for d in members_of(pipeliner, 2 * stages)]
     members[:stages] = members_of(pipeliner, stages)
@@ -547,8 +554,9 @@ def test_costs_beside_layers_are_found_again_in_the_steps_that_they_make_longer(
 
 
 def test_units_that_would_run_in_another_order_if_they_cost_nothing_cost_no_less_than_nothing() -> None:
-    """One of two pipelines has lost its first stage: with units that cost nothing both of the others' orders end alike,
-    and the one that is taken makes a step of 1.2 s, where any cost at all has the other one taken (1.14 s)."""
+    """Measured overheads are not negative, although passes without any overhead tie and run in another order (1.2 s a
+    step) than with the least overhead (1.14 s).
+    """
     thirty_ms = {"forward_s": 0.03, "backward_s": 0.06}
     layers = tuple(replace(layer, **thirty_ms) for layer in layers_of(6))
     profile = profile_of(6, 6, within_host=LinkRate(), between_hosts=LinkRate())

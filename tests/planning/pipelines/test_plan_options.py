@@ -1,4 +1,4 @@
-"""The options after a loss as plans of real devices, and a policy's choice between them."""
+"""Tests a job's options after a loss as plans of real devices, and a policy's choice between them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from chaos_lightning.planning.pipelines.policies import POLICIES, decide
 def options(
     lost: tuple[str, ...], rows: tuple[tuple[str, ...], ...] = (("d0", "d1"), ("d2", "d3")), **more: Any
 ) -> PlanOptions:
-    """Returns the options of six devices, four layers of 100 bytes; pipelines of two stages with four micro-batches
-    each.
+    """Returns the options of six devices for four layers of 100 bytes, in pipelines of two stages with four
+    micro-batches each.
     """
     job = job_of(
         {
@@ -189,7 +189,9 @@ def test_a_device_that_is_a_little_slow_is_kept() -> None:
 
 
 def test_layers_that_are_handed_over_need_memory_until_the_first_step() -> None:
-    """With 100 bytes a layer, d0 has two and gets two others; or only two of its own if it keeps its place."""
+    """A device with room for three layers that swaps its two layers for two others lacks memory for one, since it keeps
+    the old ones until the first step; after a restart it lacks none.
+    """
     ways = options((), (("d0", "d1"), ("d2", "d3")), memory_nbytes=300)
     turned = PipelinePlan(
         4,

@@ -1,4 +1,4 @@
-"""Cuts, shapes and plans against enumeration, and invariants that hold for every job."""
+"""Tests cuts, shapes and plans against enumeration, and properties that hold for every job."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Policies on fleets of equal devices: their proposals, with step times and guests worked out by hand."""
+"""Tests the policies' proposals on fleets of equal devices, with step times and rerouted micro-batches calculated by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ LAYERS = 8
 
 
 def fleet(devices: int = 16, micro_batches: int = 32, room: float = 2.5, **pauses: float) -> EqualFleet:
-    """Returns a fleet for layers of 1 s forward and 2 s backward, each of 1 GiB; `room` says how many fit on a
+    """Returns a fleet for layers of 1 s forward, 2 s backward and 1 GiB; `room` is the number of layers that fit on a
     device.
     """
     layer = Layer(name="", forward_s=1.0, backward_s=2.0, parameter_nbytes=GIB)
@@ -37,7 +39,7 @@ def fleet(devices: int = 16, micro_batches: int = 32, room: float = 2.5, **pause
 
 
 def alike(pipelines: int, stages: int, micro_batches: int) -> Formation:
-    """Returns a layout of so many pipelines, all cut alike."""
+    """Returns a formation of equal pipelines with equal cuts."""
     each = LAYERS // stages
     step_s = (micro_batches + stages - 1) * each * 3.0
     shape = PlanShape(pipelines * stages, (Alike(stages, micro_batches, pipelines),), step_s, step_s, True)

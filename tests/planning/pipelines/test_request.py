@@ -1,4 +1,4 @@
-"""Requests for pipelines: as text and back, and the refusals."""
+"""Tests requests for pipelines: that their text is read back, and the errors for invalid ones."""
 
 from __future__ import annotations
 

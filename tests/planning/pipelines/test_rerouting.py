@@ -1,4 +1,6 @@
-"""Micro-batches of lost devices: their new devices, instruction lists, memory and time."""
+"""Tests how micro-batches of lost devices are rerouted: the devices that take them, instruction lists, memory
+and time.
+"""
 
 import itertools
 import statistics
@@ -32,7 +34,7 @@ seeds = st.integers(0, 10**6)
 
 
 def check(job, plan, *, split=False):
-    """Checks that every unit runs once, in lists that end."""
+    """Checks that a plan's instruction lists run every pass once and do not deadlock; returns the lists."""
     plan.check()
     made = lists_of(job, plan, split=split)
     check_schedule(made.lists, dict(enumerate(made.routes)))
@@ -46,7 +48,7 @@ def slowdown(job, plan, lost, **how):
 
 
 def guests(plan):
-    """Returns by device how many detours it has."""
+    """Returns the number of detours that lead to each device."""
     return {name: sum(d.device == name for d in plan.detours) for name in plan.stages}
 
 
@@ -165,8 +167,8 @@ def test_every_unit_runs_once_and_no_more_is_kept_than_fits(seed, search, split)
 
 
 def most(row, ends):
-    """Returns the most micro-batches of a list whose forward pass has begun and of whose later passes none of these
-    kinds has.
+    """Returns the largest number of micro-batches in an instruction list between their forward pass and a pass of the
+    given kinds.
     """
     kept = high = 0
     for x in row:
@@ -188,7 +190,7 @@ def test_no_more_is_in_flight_than_the_cap(pipelines, stages, m, extra, split):
 
 
 class Routed:
-    """Times of units and hops when a micro-batch has a route of its own."""
+    """Seconds of passes and hops in a run in which each micro-batch has a route of its own."""
 
     def __init__(self, fleet, ran):
         self.fleet, self.routes = fleet, ran.routes
@@ -345,8 +347,8 @@ def test_a_slow_owner_gets_fewer_guests():
 
 
 def random_losses(seed):
-    """Returns a job of equal pipelines with losses, its rerouted run, and the run as a large fleet's estimate sees it;
-    None if the losses leave no way.
+    """Returns (simulated end, estimated end) of a step of equal pipelines rerouted after random losses; None if no
+    pipeline is left whole, or all owners of a layer are lost.
     """
     random = Random(seed)
     pipelines, stages, m = random.randint(2, 8), random.randint(1, 6), random.randint(1, 12)
@@ -385,7 +387,9 @@ def test_without_guests_the_quick_reckoning_is_1f1b():
 @given(st.integers(1, 5), st.integers(0, 6), st.sampled_from([0, 1, 3]), seeds)
 @example(5, 6, 0, 289)
 def test_guests_make_no_pipeline_faster(stages, m, extra, seed):
-    """The gain is never more than a greedily made list may win by chance: of 2,500 pipelines one is 0.8% faster."""
+    """Rerouted micro-batches never make a pipeline faster, except by the luck of a greedy list: 0.8% in one of 2,500
+    pipelines.
+    """
     random = Random(seed)
     rows = [tuple(random.uniform(1, 3) for _ in range(stages)) for _ in range(3)]
     times = PipelineTimes(rows[0], rows[1], rows[2][1:])

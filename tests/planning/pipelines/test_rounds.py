@@ -1,4 +1,4 @@
-"""Rounds of all-reduces: against networkx, against every colouring, and three ways of sending by hand."""
+"""Tests rounds of all-reduces: against networkx, against every colouring, and for three ways of sending by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from chaos_lightning.planning.pipelines.plan import PipelinePlan
 
 
 def shortest_s(all_of: list[Vertex]) -> float:
-    """Returns the shortest time of all colourings in seconds."""
+    """Returns the least seconds of all possible divisions into rounds (graph colourings)."""
     near = neighbours_of(all_of)
 
     def rest(i: int, rounds: list[list[int]]) -> float:
@@ -66,7 +66,7 @@ def test_every_layer_with_several_owners_is_in_one_vertex(change: Change, single
 
 @given(changes(most_devices=8), st.booleans())
 def test_there_are_as_few_rounds_as_by_networkx_and_as_can_be(change: Change, single: bool) -> None:
-    """All weights are equal here, so that only the number of rounds counts."""
+    """With equal weights there are no more rounds than networkx finds, and no more than the busiest device needs."""
     all_of = [v._replace(seconds=1.0) for v in vertices(change.job, change.new, single_layers=single)]
     graph = networkx.Graph()
     graph.add_nodes_from(range(len(all_of)))
@@ -84,7 +84,9 @@ def test_no_colouring_of_a_small_plan_is_much_shorter(change: Change) -> None:
 
 
 def test_by_weight_alone_is_taken_where_it_is_shorter() -> None:
-    """A path of four vertices has heavy ends: two rounds both wait for a heavy one, or three of which two are short."""
+    """Three rounds, of which two are short, beat two rounds that both wait for a heavy vertex, on a path of four
+    vertices with heavy ends.
+    """
     weights = (8.0, 1.0, 1.0, 8.0)
     all_of = [Vertex((i,), frozenset({f"d{i}", f"d{i + 1}"}), 0.0, w) for i, w in enumerate(weights)]
     assert len(colour([v._replace(seconds=1.0) for v in all_of])) == 2

@@ -1,4 +1,4 @@
-"""Units of a step: their order, neighbours and coverage, and the text of the view from which they follow."""
+"""Tests the units of a step: their order, neighbours and coverage, and the view's text from which they follow."""
 
 import json
 import random
@@ -26,9 +26,7 @@ def members(view):
 
 
 def run_all(view, empty=()):
-    """Runs the units of all members, each waiting for the others' output; returns (member, unit) in the order of the
-    runs.
-    """
+    """Runs the units of all members, each after its inputs; returns (member, unit) in the order in which they ran."""
     rows = {m: list(view.units(m, empty)) for m in members(view)}
     sent, ran = {}, []
     while any(rows.values()):
@@ -45,7 +43,9 @@ def run_all(view, empty=()):
 
 
 def whole(view, empty=()):
-    """Checks that every layer of every micro-batch ran forward and back, once, in order, by its owners."""
+    """Checks that every layer of every micro-batch runs forward and backward exactly once, in order, at an owner of the
+    layer; returns the run.
+    """
     ran = run_all(view, empty)
     for j in range(view.plan.micro_batches):
         forward = [(u.first, u.end) for _, u in ran if u.micro_batch == j and u.kind == FORWARD]

@@ -1,4 +1,4 @@
-"""Oobleck's templates and Varuna's rectangles, against trying all ways."""
+"""Tests Oobleck's templates and Varuna's equal pipelines against trying all possibilities."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,9 @@ from chaos_lightning.planning.pipelines.templates import oobleck, split, symmetr
 
 
 def shapes_of(devices, micro_batches, fewest=1, layers=8, **about):
-    """Returns shapes for layers of one byte on devices that hold the model in no fewer than `fewest`."""
+    """Returns the shape search for layers of 1 byte on devices of which at least `fewest` are needed to hold
+    the model.
+    """
     return Planner(job_of(devices, micro_batches, layers, room=-(-layers // fewest), **about)).shapes
 
 
@@ -35,7 +37,7 @@ def test_templates_have_consecutive_sizes_from_the_fewest_devices_on():
 @settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(0, 2), st.integers(0, 14))
 def test_every_number_of_devices_from_the_least_on_is_covered(fewest, faults, more):
-    """Oobleck's claim: n0 templates of consecutive sizes cover all; eight layers allow stages enough for n0 up to 4."""
+    """Oobleck's claim: n0 templates of consecutive sizes suffice for every number of devices from the least on."""
     devices = (faults + 1) * fewest + more
     shapes = shapes_of(devices, 3 * devices, fewest)
     assert len(templates(shapes, 100, faults)) >= fewest
@@ -102,7 +104,9 @@ def test_more_pipelines_than_micro_batches_are_avoided():
 
 @pytest.mark.parametrize(("micro_batches", "fits"), [(2, True), (3, False)])
 def test_memory_limits_what_a_template_takes(micro_batches, fits):
-    """A second stage of 4 bytes keeps 2 for each micro-batch's boundary, so that 6 bytes are enough for one of them."""
+    """Boundary tensors limit a template's micro-batches: of 6 bytes a second stage of 4 bytes has 2 left, which is
+    enough for one micro-batch.
+    """
     job = replace(
         job_of(4, micro_batches, 8, room=6, output_nbytes=1), memory=MemoryRules(flat_buffers=0, boundaries=True)
     )

@@ -1,4 +1,4 @@
-"""Fleets of several kinds of cards: pipelines that mix them, and cuts for these."""
+"""Tests plans for fleets with several kinds of cards: pipelines that mix kinds, and their cuts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from chaos_lightning.planning.pipelines.unequal import Mixed, _blocks, _counts, 
 
 
 def fleet(micro_batches: int) -> TrainingJob:
-    """Returns a job of 13 billion parameters on 16 fast cards of two hosts and 8 slow ones of a third."""
+    """Returns a job of 13 billion parameters on 16 fast cards on two hosts and 8 slow cards on a third."""
     return replace(fleets()[0][1], micro_batches=micro_batches)
 
 
 def test_rows_mix_kinds_where_memory_asks_for_it() -> None:
-    """For comparison: two pipelines of 8 fast and 4 slow cards, cut by hand, take 65.8 s."""
+    """Both kinds of cards are mixed in each pipeline, and a step takes less than 45 s; two pipelines of 8 fast and 4
+    slow cards, cut by hand, take 65.8 s.
+    """
     job = fleet(256)
     planned = Planner(job).exact()
     assert planned.estimate.step_s < 45
@@ -84,7 +86,9 @@ def test_numbers_of_rows_are_all_or_spread() -> None:
 
 @pytest.mark.slow
 def test_owners_on_two_hosts_where_all_slow_cards_are_on_one() -> None:
-    """One pipeline then runs over the hosts in reverse order."""
+    """Each layer can have owners on two hosts, although all slow cards are on one host: a pipeline runs over the hosts
+    in reverse order, and a step takes at most 8% longer.
+    """
     job = fleet(256)
     free = Planner(job).exact()
     assert on_one_host(job, free.plan)
@@ -97,7 +101,9 @@ def test_owners_on_two_hosts_where_all_slow_cards_are_on_one() -> None:
 @pytest.mark.parametrize("copies", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("alike", [True, False])
 def test_each_layer_has_as_many_owners_as_asked(copies: int, alike: bool) -> None:
-    """Without a number of owners one long pipeline is best: links between the owners of a layer are slow."""
+    """Each layer has the required number of owners, even if slow links between owners would make a single long pipeline
+    best.
+    """
     layers = tuple(Layer(name=f"l{i}", forward_s=1, backward_s=2, gradient_nbytes=10**9) for i in range(12))
     devices = [Device(name=f"d{i}", memory_nbytes=10**12, speed=1.0 if alike or i % 2 else 0.5) for i in range(6)]
     link = LinkRate(rate_bps=8e7)
@@ -153,7 +159,7 @@ def test_plans_at_once_fit_and_none_is_shorter_than_the_bound(random: Random) ->
 
 
 def unlike(micro_batches: int, *devices: tuple[float, int]) -> TrainingJob:
-    """Returns a job of eight layers of 10 bytes that take 1 s forward and 2 s back; devices by speed and bytes."""
+    """Returns a job of eight layers (10 bytes, 1 s forward, 2 s backward) on devices given as (speed, bytes)."""
     return TrainingJob(
         layers=tuple(Layer(name=f"l{i}", forward_s=1.0, backward_s=2.0, parameter_nbytes=10) for i in range(8)),
         devices=tuple(Device(name=f"d{i}", speed=v, memory_nbytes=nbytes) for i, (v, nbytes) in enumerate(devices)),
