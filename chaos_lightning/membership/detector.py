@@ -301,6 +301,8 @@ class Detector:
     def _awaits(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> bool:
         """Returns whether, after a scheduler's restart, some member has yet to connect or to be asked that could deny
         the suspect's death.
+
+        A link between two living members may be cut just then.
         """
         if peer.known or now >= self.grace_until:
             return False

@@ -89,7 +89,7 @@ class Dialling:
         """Returns whether to keep the connection that an attempt has made. `me` is the id that this member had when the
         attempt began.
 
-        If it is not, `due` may be asked again.
+        If the connection is not kept, `due` may be asked again.
         """
         self._under_way.discard(peer)
         return me == self.me and peer in self.wanted

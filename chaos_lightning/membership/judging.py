@@ -120,6 +120,8 @@ class Deaths:
     def on_verdict(self, by: Peer, said: Verdict) -> None:
         """Handles what the neighbour `by` says of a suspect; if nobody but the suspect's neighbours could know, others
         are ignored.
+
+        A neighbour cannot miss a link that it never had.
         """
         near = self._neighbours(said.suspect)
         if said.alive or said.certain or not near or by.id in near or by.standing is not Standing.MEMBER:

@@ -196,7 +196,10 @@ class LinkRegistry:
         self._asked.append(_Asked(ends, add, "an operator asks", answer))
 
     def turn_wishes(self) -> bool:
-        """Refuses link requests that cannot be granted, and has the store record the first one that can be."""
+        """Refuses link requests that cannot be granted, and has the store record the first one that can be.
+
+        The scheduler decides nothing else until the store has it.
+        """
         while self._asked:
             asked = self._asked[0]
             found = self._ends(asked)
@@ -341,8 +344,8 @@ class LinkRegistry:
         return seen != before
 
     def _to_know(self, peer: Peer, here: _Here) -> list[Peer]:
-        """Returns the peers that a member must be told of besides those in its view: newcomers, and partners with which
-        the view links it not.
+        """Returns the peers that a member must be told of besides those in its view: newcomers, and partners to which
+        it has no link in that view.
 
         Until it has entered the last view, it knows the newer ones by this list only; a link that it gave up in between
         would be missed when it enters, though it has to go in the view after that.

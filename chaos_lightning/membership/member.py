@@ -530,7 +530,10 @@ class MemberMachine:
             self._commit(header)
 
     def _has_bytes(self, header: Header) -> bool:
-        """Returns whether this member has all the reduced bytes that it needs to commit this header (2)."""
+        """Returns whether this member has all the reduced bytes that it needs to commit this header (2).
+
+        It needs none if all members had theirs before the header was made (P4).
+        """
         return header.reduced or not needs_bytes(header) or self._complete == (header.view, header.seq)
 
     # ------------------------------------------------------------------ committing

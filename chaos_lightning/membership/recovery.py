@@ -126,6 +126,9 @@ def _sources(header: Header, reports: Mapping[str, Report]) -> tuple[Source, ...
 def _takes(header: Header, report: Report) -> bool:
     """Returns whether the header can be handed on to this reporter, as it is the next one that the reporter can
     commit.
+
+    The reporter must have committed the slot before and, if nobody hands on bytes, have reduced its own in that very
+    attempt.
     """
     before = report.head == header.prev_hash and report.seq == header.seq - 1
     return before and (not header.reduced or report.entered == header.view)
@@ -137,7 +140,10 @@ def _after(header: Header, report: Report) -> tuple[Span, ...]:
 
 
 def _lacking(header: Header, reports: Iterable[Report], whole: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Returns the parts of the state that none of these reporters holds at this header (P5)."""
+    """Returns the parts of the state that none of these reporters holds at this header (P5).
+
+    At GENESIS none is lacking, as first owners make their parts (P14).
+    """
     if header.hash == GENESIS.hash:
         return ()
     held: list[Span] = []

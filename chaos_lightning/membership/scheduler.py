@@ -592,6 +592,9 @@ class SchedulerMachine:
     def _turn_parting(self, latest: View) -> bool:
         """Releases all members together, after one header has let all of them go and all living ones have written their
         parts of the state to files (P13).
+
+        A leaver's death before it has reported its file starts a recovery, in which what others have reported still
+        counts.
         """
         leavers = self.roster.needed_leavers()
         if dead := [p for p in leavers if not p.alive and not self.keeper.has_told(p)]:

@@ -163,7 +163,10 @@ def _doing(contribution: Contribution) -> str:
 
 
 def _yielded(reference: Contribution, other: Contribution) -> tuple[str, ...]:
-    """Returns the fields in which a contribution that yields to the others' may differ from theirs."""
+    """Returns the fields in which a contribution that yields to the others' may differ from theirs.
+
+    These are all that the script gives, except a step's section.
+    """
     if other.kind is Kind.GATHER:
         return ("name", "lets_go")
     same_kind = other.kind is reference.kind

@@ -282,6 +282,8 @@ class Connected(Process):
     def _probe(self, suspect: str) -> None:
         """Answers the scheduler's question whether a suspect lives, from the process table if the machine is shared,
         else from the link to it.
+
+        The time for which this process itself was stopped does not count as silence.
         """
         node, now = self.world.fabric.nodes.get(suspect), self.kernel.now
         here, silence_s, linked = UNSEEN, float("inf"), False

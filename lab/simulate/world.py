@@ -141,7 +141,10 @@ class World:
         self.on_note(note)
 
     def reported(self, member: str, report: Report) -> None:
-        """Notes a member's answer to a Prepare, for later checks of the recovery."""
+        """Notes a member's answer to a Prepare, for later checks of the recovery.
+
+        The member's pending header is here even if its report only names that by hash.
+        """
         if report.number > self._reported[0]:
             self._reported = (report.number, {})
         if report.number == self._reported[0]:

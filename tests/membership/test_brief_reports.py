@@ -179,7 +179,10 @@ def test_a_brief_report_that_was_under_way_when_the_header_was_asked_for_is_no_a
 
 @pytest.mark.parametrize("place", [1, SMALL_JOB, SMALL_JOB + 1, COUNT - 1])
 def test_who_comes_back_during_a_recovery_is_asked_as_before(place: int) -> None:
-    """A member whose stream breaks during a recovery is asked again for a whole report only if it was before."""
+    """A member whose stream breaks during a recovery is asked again for a whole report only if it was before.
+
+    The oldest living members were, and one that alone reported a header.
+    """
     job = Job()
     back, alone = job.view.ids()[place], place == COUNT - 1
     change = ahead(job, {back} if alone else set())

@@ -194,6 +194,9 @@ def as_founded(size: int) -> tuple[View, dict[str, set[str]]]:
 def test_a_founding_takes_time_by_the_logarithm_of_its_size(size: int, every_pair: bool) -> None:
     """All founders have the state after a time logarithmic in their number, as those that have it pass it on; one after
     the other would take `size` - 1 copies.
+
+    A member that sends to `PULLS` others at a time has helped to make as many donors after as many copies. A usual
+    graph of 256 takes 12.3.
     """
     founded, near = (view(size, joiners=size - 1), {}) if every_pair else as_founded(size)
     loaded = copies(founded, near)
