@@ -266,7 +266,7 @@ class Story:
             result.add(title, step_s / wanted_s, "ratio", 1 / THROUGHPUT)
 
     def _wanted(self, devices: int, overheads: Overheads) -> tuple[float, str]:
-        """Returns the step in s that so many devices should reach, and in words what predicted it.
+        """Returns the step in s that `devices` devices should reach, and in words what predicted it.
 
         Args:
             devices: Their number.

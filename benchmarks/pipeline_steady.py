@@ -1,4 +1,5 @@
-"""Measures undisturbed steps of a pipeline against torch's own 1F1B and the simulated schedule, and their memory.
+"""Compares undisturbed steps of a pipeline with torch's own 1F1B and with the simulated schedule, and measures their
+memory.
 
 Real layers: two processes train four blocks as two stages with eight micro-batches and AdamW, by `chaos_pipeline` and
 by torch.distributed.pipelining (`Schedule1F1B` over gloo). Both are there all the time and take turns, some steps each,

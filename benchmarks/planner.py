@@ -105,8 +105,8 @@ def small_job(draw: Random, layers: int, devices: int, micro_batches: int) -> Tr
 
 
 def enumerated_s(shapes: Shapes, devices: int) -> float:
-    """Returns the least charged seconds over all pipeline lengths, splits of micro-batches and cuts of layers; infinity
-    if none fits.
+    """Returns the planner's least seconds over all pipeline lengths, splits of micro-batches and cuts of layers, by
+    trying all; infinity if none fits.
     """
     cutter, total = shapes.cutter, shapes.total
 

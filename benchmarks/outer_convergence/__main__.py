@@ -40,8 +40,8 @@ Cases = dict[str, dict[str, list[Track]]]
 
 
 def modes(task: Task) -> list[Mode]:
-    """Returns all modes that have a server; clusters train on during a push in mode `robust` only, as the others were
-    published without that.
+    """Returns all modes that have a server; only in mode `robust` do clusters train on during a push, as the other
+    modes were published without it.
     """
     rules = OuterSettings(
         inner_steps=INNER_STEPS,

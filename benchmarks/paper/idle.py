@@ -42,7 +42,9 @@ MODELLED = ("Pollux", "EDL+", "Autoscaling", "Chaos")
 
 
 def idle_s(point: Point) -> float:
-    """Returns the node-seconds that one join wastes by the model of the system that made it."""
+    """Returns the node-seconds that one join wastes, computed from its duration by a rule for each of the paper's
+    systems.
+    """
     if point.system == "Chaos":
         return point.serving_s
     if point.system == "adaptive":

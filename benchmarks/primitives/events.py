@@ -101,7 +101,7 @@ class Processors:
 
 
 class Log:
-    """Course of one run: its changes, and the undisturbed steps between them."""
+    """Course of one run: its changes, and the steps without a change between them."""
 
     def __init__(self, made: Crew) -> None:
         self._crew = made
@@ -112,7 +112,7 @@ class Log:
         self.entries: list[Entry] = []
 
     def rest(self) -> None:
-        """Waits until enough undisturbed steps for a control have passed."""
+        """Waits until enough steps without a change have passed for a control."""
         self._crew.reach(self._since + 2 * WIDTH + self._needs + SLACK)
 
     def changed(self, kind: str, change: Change) -> None:

@@ -273,7 +273,7 @@ def fit(result: Result, costs: Costs) -> None:
 
 
 def measure(result: Result, args: argparse.Namespace) -> None:
-    """Measures all sizes of jobs and graphs of links."""
+    """Measures jobs of all sizes, each with every graph of links."""
     for graph in GRAPHS:
         costs: Costs = defaultdict(dict)
         for size in sizes(args):

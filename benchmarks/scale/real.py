@@ -80,7 +80,7 @@ def beyond_links(samples: Iterable[Mapping[str, int]], views: Sequence[View]) ->
 
 
 class Driver:
-    """Kills one process and starts one, in turn, every so many steps.
+    """Kills one process and starts one, in turn, each time after a number of steps.
 
     Args:
         crew: All processes.

@@ -255,8 +255,8 @@ class Driver:
         return True
 
     def _stay(self, name: str) -> bool:
-        """Returns whether the other members could go on without this one, and whether each, this one included, has a
-        whole link to them.
+        """Returns whether the others could go on without this member, and unbroken links would still connect them and
+        it.
         """
         steady = [p.name for p in self.crew.steady(self.links.parted()) if p.name != name]
         present = {p.name for p in self.crew.alive.values() if not p.may_die and not p.word}

@@ -108,7 +108,7 @@ def report_links(result: Result, crew: Crew, links: Links, lines: Sequence[Line]
 
 
 def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float, length: int) -> None:
-    """Adds the figures of the disturbed run."""
+    """Adds the figures of the soak with faults."""
     from chaos_lightning.observe.audit import NOT_SHOWN, audit, verdict, violations
 
     schedulers = driver.schedulers
@@ -160,7 +160,7 @@ def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float,
 
 
 def compare(result: Result, run: Run, others: dict[str, Run]) -> None:
-    """Adds how the disturbed run's final losses compare with those of undisturbed runs."""
+    """Adds how the final losses of the soak with faults compare with those of runs without faults."""
     bad = sum(len(x) for r in others.values() for x in r.verdict.problems.values())
     result.add("journals of undisturbed runs: violations", bad, "count", 0)
     for what in ("training loss", "held-out loss"):

@@ -118,7 +118,7 @@ def check_links(lines: Sequence[Line], hurts: Sequence[Hurt], freezes: Sequence[
 
 
 def _silent_parts(verdict: LinkVerdict, lines: Sequence[Line], hurts: Sequence[Hurt]) -> None:
-    """Checks that members that are cut off report what they wait for, or that the scheduler is lost."""
+    """Checks that members that are cut off report what they wait for, or report that they lost the scheduler."""
     words = [x for x in lines if x["name"] == "scheduler" or (x["name"] == "notice" and x.get("waiting"))]
     told = 0
     for hurt in (h for h in hurts if h.kind in PARTING and h.stop - h.start >= h.seconds * 0.95e9):

@@ -1,5 +1,5 @@
-"""Tests the death of a third member while a newcomer loads the state: the newcomer joins, and no other member starts
-anything over.
+"""Tests the death of a third member while a newcomer loads the state: the newcomer joins, and no other member has to
+start over.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from chaos_lightning.trainer import Trainer
 
 
 def test_drained_one_by_one_the_root_first(job: Job) -> None:
-    """Three members are drained one after the other, each of which waits for its release; the last one ends without an
-    error, too.
+    """Three members are drained one after the other, and each waits for its release; also the last one ends without an
+    error.
     """
     epochs = 1000  # all are drained before they are over, on whatever machine
     job.start("a", epochs=epochs)

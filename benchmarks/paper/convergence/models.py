@@ -125,7 +125,7 @@ class GPT(nn.Module):
 
 
 def build_gpt(seed: int, **sizes: int) -> GPT:
-    """Returns a GPT whose weights `seed` draws: the same on every machine that has this torch."""
+    """Returns a GPT whose weights `seed` draws: the same on every machine with this version of torch."""
     with torch.device("meta"):
         net = GPT(**sizes)
     net.to_empty(device="cpu")
