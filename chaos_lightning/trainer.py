@@ -412,7 +412,7 @@ class Trainer:
             self.engine.arm(coefficient=total, empty=total == 0)
 
     def _settle_batch(self) -> None:
-        """Calls `update` for an idle batch when the loop asks for the next one, since other members wait for it.
+        """Calls `update` for a loop that asks for the next batch after one without samples: other members wait for it.
 
         Raises:
             ConfigurationError: A batch with samples had no `update`.

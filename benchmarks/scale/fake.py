@@ -217,7 +217,7 @@ class StandIn:
             self._enter(view, base, loaded=self.loaded or self.id not in view.joiners, decided=True)
 
     def carried(self, header: Header, view: View) -> None:
-        """Enters the view that a header carries, if the stand-in's promises allow it."""
+        """Takes this imitated member into the view that a header carries, unless it promised to ignore older views."""
         if not self.here or view.id < self.promised or view.id <= self.view:
             return  # a promise was given: a recovery brings whatever comes of it
         if self.loaded and self.header.hash == header.prev_hash and view.find(self.id) is not None:

@@ -49,7 +49,7 @@ class BaseBuffers:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Copies the buffers' present values as those of the last committed header."""
+        """Keeps a copy of the buffers' present values, to put them back if the coming step runs again."""
         before, self._kept = self._kept, {}
         for module, name, buffer in self._buffers():
             key = (id(module), name)

@@ -275,8 +275,9 @@ def _all(put: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _put_integers(value: Any) -> Any:
-    """Checks that the value is a tuple of integers and returns it; quicker than `_all`, since a view has thousands.
-    Protobuf rejects those of more than 64 bits.
+    """Checks that a value is a tuple of integers and returns it; quicker than `_all`, for tuples of thousands.
+
+    Protobuf rejects integers of more than 64 bits.
     """
     if type(value) is not tuple or not {int}.issuperset(map(type, value)):
         raise TypeError("expected a tuple of int")

@@ -440,7 +440,7 @@ def _proxy_seeds() -> list[bytes]:
 
 
 def _mutate_proxy(data: bytes, rng: Random) -> bytes:
-    """Returns a changed, nearly valid input; attacks that take long are rare."""
+    """Returns a changed, but nearly valid input for the fuzzer; few inputs wait for the TLS proxy's time limit."""
     tags = [deed + len(Deed) * who for deed in Deed for who in range(5) if deed < Deed.FLOOD]
     changed = mutate.parts_of(data, rng, lambda tag, part, r: mutate.bytes_of(part, r), tags)
     parts = mutate.split(changed)

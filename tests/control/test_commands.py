@@ -80,7 +80,7 @@ def test_commands_show_the_keys_they_are_given(tmp_path: Path, monkeypatch: pyte
 
 
 def attending_as(served: Served, keys: Path) -> Any:
-    """Returns a context manager within which a member with the keys of node a is connected and welcomed."""
+    """Returns a context manager within which a member with node A's keys is connected to the scheduler and welcomed."""
     client = attending(served.endpoint, token=Credentials(keys=KeyFolder(keys / NODES / "a")))
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from chaos_lightning.protocol.types import GENESIS, DriftedPart, Header, Kind, V
 
 
 class Held:
-    """State of three tensors, of which the one named `odd` has another value."""
+    """State of three tensors; the tensor whose name is given as `odd` differs from what other members hold."""
 
     def __init__(self, odd: str = "") -> None:
         self.odd = odd

@@ -143,7 +143,7 @@ def stretched(model: nn.Module, step: Any, batch: Any, path: str = "blocks") -> 
 
 
 def freed(model: nn.Module) -> list[Tensor]:
-    """Frees all tensors of a model; returns them."""
+    """Frees the memory of all tensors of a model; returns the tensors, which are without data now."""
     ModelMemory(model, 1, "cpu").leave_out([name for name, *_ in named_tensors(model)])
     return [t for *_, t in named_tensors(model)]
 

@@ -313,8 +313,8 @@ class Passes(Regression):
 
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
 def test_a_scaler_leaves_out_a_step_in_which_nobody_has_a_loss(tmp_path: Path) -> None:
-    """A gradient scaler fails if there are no gradients: a step in which no member has a loss is skipped, as without
-    the strategy.
+    """A step in which no member has a loss is skipped, as without the strategy: a gradient scaler raises an error if
+    there are no gradients.
     """
 
     def run(strategy: str) -> tuple[Any, Any]:

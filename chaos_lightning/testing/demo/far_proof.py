@@ -80,9 +80,7 @@ class FarEvidence:
         return sum(row.kind == "round" and since < row.t < until for row in self.facts.versions)
 
     def decided(self, after: Record | None) -> VersionRow | None:
-        """Returns the first round that was decided after an event; None if there is no such round, or `after` is
-        None.
-        """
+        """Returns the first round that was decided after this event; None if there is no such round or event."""
         return next((row for row in self.facts.versions if row.kind == "round" and after and row.t > after.t), None)
 
     def steps(self, since: float, until: float) -> int:

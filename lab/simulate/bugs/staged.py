@@ -484,12 +484,12 @@ class CountingNode(StagedNode):
 def _parts(
     kind: type[MemberParts], base: type[MemberMachine] = MemberMachine, node: type[StagedNode] = StagedNode
 ) -> type[Hooks]:
-    """Returns hooks whose members use this class to keep track of their parts of the state."""
+    """Returns hooks of a simulated job whose members keep track of their parts of the state by a given class."""
     return hooks(node=node, machine=planted(base, parts=kind))
 
 
 def _scheduler(**parts: type[object]) -> type[Hooks]:
-    """Returns hooks whose scheduler uses these classes for some of its components."""
+    """Returns hooks of a simulated job whose scheduler has components of given classes."""
     return hooks(scheduler=with_parts(**parts))
 
 
