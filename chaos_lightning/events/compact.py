@@ -46,7 +46,7 @@ class Before:
         """Number of lines since all had to be whole."""
 
     def clear(self) -> None:
-        """Forgets the last lines, since a line may be missing."""
+        """Forgets the last lines after one that may be missing, so that the next line is written whole."""
         self._last.clear()
 
     def keep(self, line: Line, *, whole: bool) -> None:

@@ -377,8 +377,8 @@ def test_strangers_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nobody_talks_a_member_into_less_protection() -> None:
-    """An end that asks for less protection is refused; where one demands more than the other, both use the stronger
-    level.
+    """A dialler that asks for less protection than its peer demands is refused; if it asks for more, both use the
+    stronger level.
     """
     one, _ = rings([1], [1], "authenticated")
     _, other = rings([1], [1], "encrypted")

@@ -50,7 +50,7 @@ FULL, QUICK = ("--text=130000", "--inner-steps=12"), ("--text=100000", "--inner-
 
 
 class Story:
-    """Acts of `demo-diloco`, each a method that takes the stage on which it acts.
+    """Acts of `demo-diloco`, each a method that takes the `Stage` of the demo.
 
     Args:
         server: The parameter server between the clusters.
