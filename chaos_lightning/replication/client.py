@@ -228,7 +228,7 @@ class Donor:
         Args:
             work_queue: Gives the jobs.
             sink: Where the bytes go.
-            how: Another way than by requests on this connection.
+            how: Another way to get the bytes than by requests on this connection.
         """
         try:
             while True:
