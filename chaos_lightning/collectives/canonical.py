@@ -318,10 +318,10 @@ def run_words(
     """Returns texts that distinguish runs with the same script, port and job name, as in a sweep.
 
     Args:
-        model: Its layers' settings count, and whether it is compiled.
+        model: Model, of which the layers' settings are compared, and whether it is compiled.
         settings: Hyperparameters, by kind.
-        own: Names of those, and of layers, that may differ between machines.
-        warns: Of what is not compared, by name.
+        own: Names of hyperparameters and layers that may differ between machines.
+        warns: Whether to warn of what is not compared, by name.
     """
     hyper, found = Words(own), layer_words(model, own)
     for kind, values in settings.items():

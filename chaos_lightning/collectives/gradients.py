@@ -125,8 +125,8 @@ class Gradients:
         come.
 
         Args:
-            section: Which optimizer's parameters.
-            coefficient: What gradients are multiplied with.
+            section: Number of the optimizer whose parameters are meant.
+            coefficient: Factor of the gradients.
             by_part: The last one for parts that `closing` will name, and for no others.
         """
         self._section = section

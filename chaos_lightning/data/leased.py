@@ -46,8 +46,8 @@ class LeaseSource(Protocol):
         """Leases the next positions for this cluster, at most the given number.
 
         Args:
-            positions: How many are wanted.
-            wait: Until there are some, however long it takes.
+            positions: Number of positions that are wanted.
+            wait: Whether to wait until there are some, however long it takes.
             within: Waits only as long as this epoch is not over; -1: for those of any.
 
         Returns:
@@ -73,11 +73,11 @@ class LeasedLoader:
         ConfigurationError: With drop_last an epoch has no batch.
 
     Attributes:
-        loader: The user's.
+        loader: The user's loader.
         stats: Counters.
         batch: Samples of a batch, of all ranks together.
-        begun: The present pass has had a batch.
-        epoch: Of the present pass.
+        begun: Whether the present pass has had a batch.
+        epoch: Epoch of the present pass.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class TransferChoice:
     """Transfer policy of this member's pulls, as the user chose it.
 
     Attributes:
-        policy: Its class.
+        policy: Class of the policy.
         ingress_bps: This member's own access link, bits per second; 0: no limit of its own.
     """
 
@@ -45,8 +45,8 @@ def endpoint(source: Member, view: View, near: Collection[str]) -> Endpoint:
     """Returns the address at which to reach a source, with a route over other members if there is no direct link.
 
     Args:
-        source: Who holds something.
-        view: Its members and links may be used.
+        source: Member to be reached.
+        view: View whose members and links may be used.
         near: Members that this one has a link to.
     """
     direct = Endpoint(source.id, source.address, source.port)

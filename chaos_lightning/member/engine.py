@@ -440,8 +440,8 @@ class Engine:
         """Announces that the accumulation's last backward pass comes next, so that gradients are sent as they come.
 
         Args:
-            coefficient: What this member's gradient is multiplied with before summing.
-            section: Which section's parameters step.
+            coefficient: Factor of this member's gradient in the sum.
+            section: Number of the optimizer whose parameters step.
             empty: This member has no gradient for this step (weight 0).
         """
         self._raise_pending()
@@ -474,9 +474,9 @@ class Engine:
 
         Args:
             weight: This member's part of the divisor, in the same unit as `coefficient`; 0 with no samples.
-            coefficient: What its gradient is multiplied with.
+            coefficient: Factor of its gradient in the sum.
             spent: Sample ranges it used.
-            section: Which optimizer steps.
+            section: Number of the optimizer that steps.
             hyper: Hyperparameters in words; compared at the root.
             order: Order of the epoch's samples in words; compared at the root.
             state_hash: Hash of the replicated state before the step, every n steps.
@@ -521,7 +521,7 @@ class Engine:
 
         Args:
             attempt: Runs this member's units.
-            section: Which optimizer steps.
+            section: Number of the optimizer that steps.
             hyper: Hyperparameters in words; compared at the root.
             order: Order of the epoch's samples in words; compared at the root.
 
@@ -556,7 +556,7 @@ class Engine:
         (protocol.md P17).
 
         Args:
-            name: Which one; equal at all members.
+            name: Name of the collective; equal at all members.
             attempt: Runs this member's units, which reduce nothing.
             order: Which samples they run on, in words; compared at the root.
 
@@ -640,12 +640,12 @@ class Engine:
         """Runs a numbered collective: returns every member's payload, in rank order (protocol.md 28).
 
         Args:
-            name: Which one; equal at all members.
-            payload: What this member brings.
+            name: Name of the collective; equal at all members.
+            payload: This member's bytes.
             yields: If the others make one by another name first, this member goes along with theirs; the header tells
                 its name.
             lets_go: Members that wait for it may go with it, this one included; equal at all members.
-            line: Of the user's code that it is for; "": the one that calls now.
+            line: Line of the user's code that it is for; "": the one that calls now.
 
         Returns:
             (member id, payload) of all contributors; b"" of one that yielded.

@@ -61,7 +61,7 @@ class Entrance:
 
     Attributes:
         shell: Hears that the state is here.
-        mail: What was decided about this newcomer.
+        mail: Mailbox with the decisions about this newcomer.
         transfer: Pulls the state.
         accumulation: Turns logged sums into gradients.
         load: Brings a state that was kept at this header (protocol.md 14c).

@@ -59,7 +59,7 @@ class LoadedCheckpoint:
     """Checkpoint that the user's script loaded before it joined.
 
     Attributes:
-        step: Its step.
+        step: Step of the checkpoint.
         head: Hash of its header (protocol.md 4a); "" if the file does not say.
     """
 
@@ -258,12 +258,12 @@ class Keeping:
         """Writes the state at header `last` to a file, with the header hashes of the checkpoints that it descends from.
 
         Args:
-            last: The state stands on it.
-            view: The present one.
-            member: This one.
-            hello: What this member trains.
-            state: It is written; in a pipeline, the rest of it.
-            checkpoints: These hashes.
+            last: Header that the state belongs to.
+            view: The present view.
+            member: Id of this member.
+            hello: Description of what this member trains.
+            state: State to write; in a pipeline, what belongs to no part.
+            checkpoints: These header hashes.
             counted: Steps as the script counts them, with those before the job began; None: the job's own.
             divided: In a pipeline, the view in which `last` was closed, and the parts that are here.
 
@@ -372,10 +372,10 @@ class Keeping:
         """Loads the final state of a finished job, if it is on this machine.
 
         Args:
-            chain: The job's.
-            hello: What this process would train.
-            state: Takes it.
-            deadline: By `time.monotonic()`. One that is being written is waited for until then.
+            chain: Chain of the job.
+            hello: Description of what this process would train.
+            state: State to fill.
+            deadline: A `time.monotonic()` value until which a state that is being written is waited for.
 
         Returns:
             The job's last header; None if there is no such state, or it cannot be used: then `state` may be a mixture.
@@ -449,8 +449,8 @@ class Keeping:
         """Logs the hashes of a kept state, which the audit compares with the state from which the job resumes.
 
         Args:
-            header: What is founded on it.
-            hashes: By part; "" is the whole.
+            header: Header that the state belongs to.
+            hashes: Hashes by part; "" is the whole state.
         """
         for name, value in hashes.items():
             head = part_name(header, name) if name else header.hash

@@ -35,7 +35,7 @@ class Keyring:
     Args:
         setting: This member's own `links`; "auto" goes by the job's.
         events: This member's log.
-        mail: Where the training thread hears that it cannot take part.
+        mail: Mailbox by which the training thread learns that it cannot take part.
     """
 
     def __init__(self, setting: str, events: EventLog, mail: Mailbox) -> None:

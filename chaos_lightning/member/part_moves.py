@@ -62,9 +62,9 @@ class PartReader:
     """Reader of parts that other members hold, at one header and with a deadline.
 
     Args:
-        moves: This member's.
-        header: The one that it stands on.
-        deadline: By `time.monotonic()`.
+        moves: Moves of this member's parts.
+        header: Header that this member's state belongs to.
+        deadline: When to give up, by `time.monotonic()`.
     """
 
     def __init__(self, moves: PartMoves, header: Header, deadline: float) -> None:
@@ -87,7 +87,7 @@ class PartMoves:
     Args:
         held: The parts here.
         transfer: This member's transfers.
-        mail: Says what is to be pulled and let go.
+        mail: Mailbox that tells which parts to pull and to let go.
         tell: Tells the machine of parts that are here.
         holds: Returns the parts that the machine says this member holds.
         events: This member's event log.
@@ -166,7 +166,7 @@ class PartMoves:
             header: The one that this member stands on.
             part: Name of the part.
             copy: Takes its tensors; None: nothing but its manifest is wanted, which is returned.
-            deadline: By `time.monotonic()`.
+            deadline: When to give up, by `time.monotonic()`.
 
         Raises:
             StateError, DeadlineError: Nobody gives it.

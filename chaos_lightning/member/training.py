@@ -130,9 +130,9 @@ def tell_epoch(engine: Engine, loader: JobLoader, epoch: int) -> None:
     """Logs the length of an epoch at its beginning, so that a report can check that all of it was used.
 
     Args:
-        engine: In the job.
+        engine: Engine that is in the job.
         loader: The data; what runs dry at an unknown point is not told.
-        epoch: Which.
+        epoch: Number of the epoch.
     """
     length = loader.length(epoch)
     if length is not None:

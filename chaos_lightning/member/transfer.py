@@ -77,11 +77,11 @@ class Transfer:
     Args:
         job: Job name, checked in every handshake.
         token: Cluster token (empty for none), or credentials.
-        mail: What the scheduler has decided about this member.
+        mail: Mailbox with the scheduler's decisions about this member.
         events: This member's event log.
-        choice: Which policy pulls a state.
-        links: What is known of the ways to others.
-        keys: What connections are protected by.
+        choice: Policy that pulls a state.
+        links: Links of this member.
+        keys: Keys that protect the connections.
         tell: Sends a control message (any thread).
     """
 
@@ -210,10 +210,10 @@ class Transfer:
         """Pulls the state at `header`; returns False if the scheduler has decided something else before it is complete.
 
         Args:
-            header: A committed one.
+            header: A committed header.
             view: Names the donors (membership/donors.py).
-            state: Where it goes.
-            deadline: By `time.monotonic()`.
+            state: State to fill.
+            deadline: When to give up, by `time.monotonic()`.
             superseded: Whether a learner's pull has become pointless: then it may be read out of a member's memory,
                 unproved. None: it lets this member in; a newer pull, or this member's end, make it pointless.
 
@@ -398,9 +398,9 @@ class Transfer:
         Args:
             header: The slot's header.
             view: The present one.
-            sources: Who holds which bytes; no spans means all that the step reduced.
-            wanted: What the step reduced.
-            memory: Where the bytes go: verbatim, into the slot's result buffer.
+            sources: Byte ranges that each member has; none means all that the step reduced.
+            wanted: Byte ranges that the step reduced.
+            memory: Memory of the result buffers; the bytes go verbatim into the slot's.
             done: Called in the fetching thread.
         """
 

@@ -28,8 +28,8 @@ class StepTime(NamedTuple):
     """Seconds that a step takes at one member, as medians; 0 if unknown.
 
     Attributes:
-        step_s: From its first unit to that of the next step.
-        between_s: From its last unit to the first one of the next step.
+        step_s: Seconds from its first unit to that of the next step.
+        between_s: Seconds from its last unit to the first one of the next step.
     """
 
     step_s: float = 0.0
@@ -183,7 +183,7 @@ def await_commit(moves: MovesParts, mail: Mailbox, header: Header, what: str, de
         mail: Where the I/O thread says which view that is.
         header: The one that this member stands on, and that its state is of.
         what: What is waited for, in words.
-        deadline: By `time.monotonic()`.
+        deadline: When to give up, by `time.monotonic()`.
 
     Raises:
         FencedError, DisagreementError, DeadlineError: As `Mailbox.wait`.

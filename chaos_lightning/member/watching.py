@@ -41,7 +41,7 @@ class _Place:
     Attributes:
         name: Dotted, as in `named_parameters`.
         holder: `_parameters` or `_buffers` of the module that has it.
-        key: Its key there.
+        key: Key of the tensor in `holder`.
         trained: Whether it is a parameter.
         averaged: The tensor that each step averages; None if this is no such buffer.
     """
@@ -58,12 +58,12 @@ class Watch:
 
     Args:
         module: The model.
-        averaged: Its buffers that are averaged with each step.
+        averaged: Buffers of the model that are averaged with each step.
         named_by: Setting by which a user has buffers averaged, for messages.
         parameters: Whether parameters are watched, too.
 
     Attributes:
-        closely: In the present batch what costs more is looked at, too.
+        closely: Whether costlier comparisons are made, too, in the present batch.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class Weighing:
         backward pass.
 
         Args:
-            params: Whose gradients these are.
+            params: Parameters whose gradients are meant.
 
         Returns:
             The factor of the last micro-batch's loss.
@@ -67,7 +67,7 @@ class Weighing:
         """Sets the weight of the latest micro-batch to 0, because it has no gradient.
 
         Args:
-            params: Whose gradients these are.
+            params: Parameters whose gradients are meant.
             closed: `close` was called with its weight, which earlier gradients were divided by.
         """
         before, self._weights[-1] = self.total, 0.0

@@ -664,9 +664,9 @@ class Differs:
     6b).
 
     Attributes:
-        member: Whose contribution it is.
-        reason: What of it differs, with both values and what to do.
-        rejoin: Its state is not the job's, and it gets that by joining again; else its script is another.
+        member: Member whose contribution differs.
+        reason: What differs, with both values, and what to do.
+        rejoin: Whether its state differs, which joining again mends; else its script differs.
     """
 
     member: str

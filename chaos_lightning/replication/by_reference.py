@@ -39,7 +39,7 @@ class MemoryExport:
     thread.
 
     Args:
-        readable: Asked with a member id.
+        readable: Returns whether the member of this id may read the memory.
         generation: Tells which attempt this process has open.
         results: The buffers that slots are reduced into, in turn.
     """

@@ -228,7 +228,7 @@ class Donor:
         Args:
             work_queue: Gives the jobs.
             sink: Where the bytes go.
-            how: Another way than by requests on this connection.
+            how: Another way to get the bytes than by requests on this connection.
         """
         try:
             while True:
@@ -313,7 +313,7 @@ def _fulfil(work: Callable[[], Any], future: Future[Any]) -> None:
 
 
 def elsewhere(job: Job) -> list[memoryview]:
-    """Returns memory apart from a job's final place, into which another donor may be receiving the same job."""
+    """Returns a separate buffer for a job, because another donor may be receiving the same job into its final place."""
     sizes = [piece.nbytes for piece in job.pieces] or [job.nbytes]
     whole = memoryview(bytearray(job.nbytes))
     views, at = [], 0

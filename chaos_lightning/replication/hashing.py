@@ -63,7 +63,7 @@ class Own:
 
     Args:
         named: Tensors in host memory are hashed, from now on, in the background.
-        piece_nbytes: Of the pieces that are hashed.
+        piece_nbytes: Size of the pieces that are hashed.
     """
 
     def __init__(self, named: Named, piece_nbytes: int = PIECE_NBYTES) -> None:
@@ -83,7 +83,7 @@ class Own:
         was written since.
 
         Args:
-            tensors: Any, named.
+            tensors: Names and tensors.
             regions: The ways to their bytes.
         """
         known = self._work.result()

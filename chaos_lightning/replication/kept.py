@@ -85,9 +85,9 @@ def write(
     Args:
         folder: Holds one state; made if it is not there.
         head: Hash of the header that the state is founded on.
-        seq: Its slot.
+        seq: Slot of this header.
         state: The training state, or the rest of it where there are parts.
-        said: Goes into the record.
+        said: Further entries of the record.
         parts: Parts of the state that are held here, by name.
 
     Raises:

@@ -130,10 +130,10 @@ class SlotLog:
             header: The slot's.
             encoded: The same as bytes.
             raw: The result buffer, if the slot reduced anything.
-            spans: What of it was reduced.
+            spans: Byte ranges of `raw` that were reduced.
             still: Whether `raw` has not been overwritten yet; asked after the copy.
             readers: All who want it, if each of them reads it in this process's memory.
-            hold_s: How long to wait for them before it is copied.
+            hold_s: How long to wait for these readers before `raw` is copied.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._copy_all, name="chaos-log", daemon=True)

@@ -66,10 +66,10 @@ class PartState:
     """Access (`PartAccess`) to a layer, or to a parameter that several layers share.
 
     Args:
-        part: Its name.
+        part: Name of the part.
         module: The model, of which other parts may have no memory here.
         names: Names of the part's parameters and buffers; of tied ones, any.
-        optimizers: In an order that is equal on all members.
+        optimizers: Optimizers, in the same order on all members.
     """
 
     def __init__(self, part: str, module: nn.Module, names: Collection[str], optimizers: Sequence[Optimizer]) -> None:
@@ -149,7 +149,7 @@ class PartCopy:
     It may be pulled again after a pull that failed: what has arrived is not sent once more.
 
     Args:
-        part: Its name.
+        part: Name of the part.
     """
 
     def __init__(self, part: str) -> None:
@@ -221,8 +221,8 @@ class PartServer:
 
         Args:
             header: The committed header.
-            parts: Those that are served.
-            view: As of `part_name`.
+            parts: Parts to serve.
+            view: View, as `part_name` takes it.
             lacking: Names of parts that are not here at this header: whoever asks for one hears so at once.
         """
         self.drop()
@@ -258,9 +258,9 @@ def pull_part(
         dial: Opens an authenticated bulk connection.
         header: The committed header.
         state: The part here; its tensors have memory.
-        view: As of `part_name`.
-        config: Waits and sizes.
-        abandoned: Says whether the pull has become pointless.
+        view: View, as `part_name` takes it.
+        config: Timeouts and sizes.
+        abandoned: Returns whether the pull has become pointless.
         loading: Donors that get the part themselves.
 
     Raises:
@@ -288,8 +288,8 @@ def part_manifest(
         dial: Opens an authenticated bulk connection.
         header: The committed header.
         part: Name of the part.
-        config: Waits.
-        abandoned: Says whether the answer has become pointless.
+        config: Timeouts.
+        abandoned: Returns whether the answer has become pointless.
 
     Raises:
         StateError, DeadlineError: Nobody gives it; says why.

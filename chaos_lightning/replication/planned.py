@@ -24,7 +24,7 @@ class LinkEstimates:
     """Estimates of a newcomer's links before a pull, and the shares of the work computed from them.
 
     Args:
-        estimates: By member.
+        estimates: Estimated rates by member.
 
     Raises:
         ConfigurationError: They are no rates.

@@ -398,18 +398,18 @@ def pull_state(
     """Makes this member's state equal to the donors' at a header.
 
     Args:
-        donors: Who may have it, oldest member first.
+        donors: Members that may have the state, oldest first.
         dial: Opens an authenticated bulk socket to an endpoint; called in a thread of its own for each donor.
         head: Hash of the committed header.
-        seq: Its slot.
+        seq: Slot of this header.
         state: This member's state; `prepare` and `adopt` are called in the calling thread.
-        config: Waits and sizes.
+        config: Timeouts and sizes.
         policy: Which donor sends what (policies.make_policy), new for each pull; `adaptive` without estimates if None.
-        progress: Told of bytes that arrived.
-        abandoned: Asked now and then; True ends the pull, for what it was for is superseded.
+        progress: Called with the number of bytes that arrived.
+        abandoned: Asked now and then; True ends the pull, because its purpose is superseded.
         replayed: The state should be the donors' already: their manifest is adopted before anything is compared.
         loading: Donors that get the state themselves, and serve it once they have it.
-        grew: Told how many seconds ago this state grew, here or at a donor that is waited for (`StateServer.grew`).
+        grew: Called with the seconds since this state grew, here or at an awaited donor (`StateServer.grew`).
 
     Raises:
         StateError: No donor is left (says what is missing and why each fell out), the state does not fit here
@@ -438,14 +438,14 @@ def pull_result(
     """Pulls the reduced bytes of a slot from members that have them (a hand-on, protocol.md 9).
 
     Args:
-        donors: Who holds some of them.
+        donors: Members that have some of the bytes.
         dial: Opens an authenticated bulk socket to an endpoint.
         head: Hash of the slot's header.
         seq: The slot.
         memory: Flat uint8 of the result's full size; received into in place.
         spans: The byte ranges that each donor holds, by member id.
         wanted: The byte ranges that are needed here; all if None.
-        config: Waits and sizes.
+        config: Timeouts and sizes.
 
     Raises:
         StateError: Some wanted bytes have no donor (any more).

@@ -78,7 +78,7 @@ class OptimizerReplay:
     """Replays the steps of torch optimizers; section n of the gradient layout belongs to optimizer n.
 
     Args:
-        optimizers: In the order of the layout's sections.
+        optimizers: Optimizers, in the order of the layout's sections.
         clip: Clips the gradients of the optimizer that is about to step, as the members did.
         vouched: What the module says: True for optimizers beyond `PURE`, False for no replay at all, None for neither.
         within: Clip inside the closure that `step` is given, as Lightning does; else before `step()`.

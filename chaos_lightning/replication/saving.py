@@ -31,8 +31,8 @@ def put_in_place(path: Path, mark: str, write: Callable[[str], None]) -> None:
     """Writes a file under a temporary name and then moves it to `path`.
 
     Args:
-        path: Its place.
-        mark: Of the step that it is of.
+        path: Final path of the file.
+        mark: Text that identifies the step; part of the temporary name.
         write: Writes to the path that it is given.
     """
     sweep(path.parent)
@@ -59,9 +59,9 @@ def save_for_all(
     """Has one member write the checkpoint, and tells all members whether that succeeded.
 
     Args:
-        path: Of the checkpoint.
+        path: Path of the checkpoint.
         nbytes: Size of the file; asked where there is no room for it.
-        name: This member's.
+        name: Name of this member.
         is_writer: Whether this member writes; asked at all members before each attempt: anew where a writer has died.
         write: Writes it.
         exchange: Everybody's value under a name, in rank order; None if this member is not in the job.

@@ -150,7 +150,7 @@ class StateServer:
 
         Args:
             head: Hash of the committed header.
-            seq: Its slot.
+            seq: Slot of this header.
             tensors: Replicated tensors in their fixed order. They must not change until `withdraw`.
             manifest: Everything else; encoded here and now. Tensors in it that are none of `tensors` are copied.
             copies: Names of tensors that will change before the withdrawal: they are copied now.
@@ -178,14 +178,14 @@ class StateServer:
         still ahead waits for it, as for a header's state.
 
         Args:
-            name: Of the state, any text.
+            name: Name of the state, any text.
             version: Not negative.
-            tensors: In their fixed order. They must not change until the version is dropped.
+            tensors: Tensors in their fixed order. They must not change until the version is dropped.
             manifest: Everything else, as in `publish`.
             copies: Names of tensors that will change before: they are copied now.
-            ready: Hash it here and now, and not when somebody asks for it first.
-            hashes: Of the pieces of each tensor, if the caller has them already; the manifest has no tensors then.
-            piece_nbytes: Of these pieces; whoever pulls must expect the same (`PullConfig.piece_nbytes`).
+            ready: Whether to hash it at once, and not only when somebody first asks for it.
+            hashes: Hashes of each tensor's pieces, if the caller has them already; the manifest has no tensors then.
+            piece_nbytes: Size of these pieces; whoever pulls must expect the same (`PullConfig.piece_nbytes`).
         """
         head = bulk.named_head(name)
         item = self._described(head, version, tensors, manifest, copies)
@@ -266,12 +266,12 @@ class StateServer:
 
         Args:
             head: Hash of the committed header.
-            seq: Its slot.
+            seq: Slot of this header.
             tensors: Replicated tensors in their fixed order. They must be still until the snapshot is settled.
             manifest: Everything else; encoded here and now.
             volatile: Names of tensors that change before that: they are copied now.
             sharers: Members on this machine that make such a copy at the same time.
-            learners: Whom it is for.
+            learners: Members that the snapshot is for.
 
         Raises:
             StateError: It is too large, or the manifest cannot travel; who asks for it hears the reason.
@@ -403,7 +403,7 @@ class StateServer:
         on.
 
         Args:
-            idle_s: So many seconds ago, and perhaps not here but at a member that this one waits for.
+            idle_s: Seconds since the state grew, here or at a member that this one waits for.
         """
         self._grew_at = max(self._grew_at, time.monotonic() - idle_s)
 

@@ -120,8 +120,8 @@ class PullSession:
             dial: Opens an authenticated bulk socket.
             what: For messages: "state" or "result".
             head: Hash of the committed header that is meant.
-            seq: Its slot.
-            config: Waits and sizes.
+            seq: Slot of this header.
+            config: Timeouts and sizes.
         """
         bulk.head_bytes(head)
         if not endpoints:
@@ -228,12 +228,12 @@ class PullSession:
         """Has these donors send the jobs; returns when all have arrived, or no donor is left that could send the rest.
 
         Args:
-            jobs: What is missing.
-            sink: Where it goes.
-            donors: Who may send.
-            policy: Who sends what.
+            jobs: Missing pieces to fetch.
+            sink: Destination of the bytes.
+            donors: Members that may send.
+            policy: Decides which donor sends what.
             on_bytes: Called with the size of whatever is verified, and what is known of the sources.
-            recruit: Given a late answer (kind, member, result), says whether that donor joins in.
+            recruit: Given a late answer (kind, member, result), returns whether that donor joins in.
         """
 
         by_donor: dict[str, SourceStats] = {}

@@ -75,11 +75,11 @@ class Snapshot:
     """Copy of the training state at one header, made while training continues.
 
     Args:
-        tensors: Live, in their fixed order.
+        tensors: Live tensors in their fixed order.
         volatile: Names of those that change before the optimizer's next step: they are copied here and now.
         cap_nbytes: Limit of the copy; 0: half of the memory that is available.
         readers: Members that read this process's memory; nobody else needs the copy.
-        hold_s: How long to wait for them before copying.
+        hold_s: How long to wait for these readers before copying.
 
     Raises:
         StateError: The state is larger than the cap.

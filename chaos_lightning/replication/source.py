@@ -42,10 +42,10 @@ class ByteSource:
     Args:
         endpoint: The member, and the way to it.
         dial: Opens an authenticated bulk socket.
-        stall_timeout_s: It is given up if it sends nothing for so long.
-        deadline: By `time.monotonic()`; no wait passes it.
+        stall_timeout_s: Seconds without a byte after which the source is given up.
+        deadline: A `time.monotonic()` value that no wait passes.
         head: Hash of the header that a route is made for.
-        seq: Its slot.
+        seq: Slot of this header.
     """
 
     def __init__(

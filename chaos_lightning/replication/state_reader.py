@@ -39,11 +39,11 @@ class StateReader:
     Args:
         endpoints: The donors, in the order in which they are to be asked.
         dial: Opens an authenticated bulk socket.
-        state: Where it goes; `prepare` and `adopt` are called in the calling thread.
+        state: State to fill; `prepare` and `adopt` are called in the calling thread.
         head: Hash of the header.
-        seq: Its slot.
-        config: Waits and sizes.
-        abandoned: Asked now and then; True ends it.
+        seq: Slot of this header.
+        config: Timeouts and sizes.
+        abandoned: Asked now and then; True ends the reading.
         keep: Given (member, connection) of connections that are in good order afterwards; any thread.
     """
 

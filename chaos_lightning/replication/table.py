@@ -208,8 +208,8 @@ def build_table(
         tensors: Replicated tensors in their fixed order.
         attached: Tensors that only a manifest refers to.
         regions: Ways to the tensors' bytes, in the same order, if the caller has them already.
-        hashes: Of the pieces of each tensor, if the caller has them already; attached ones come after the others.
-        piece_nbytes: Of these pieces.
+        hashes: Hashes of each tensor's pieces, if the caller has them already; attached tensors come last.
+        piece_nbytes: Size of these pieces.
         tick: Called now and then, so that a long hash does not look like a death.
     """
     rows = [(name, t, False) for name, t in tensors] + [(name, t, True) for name, t in attached]

@@ -158,7 +158,7 @@ class WorkQueue:
         come.
 
         Args:
-            source: Who has room.
+            source: Donor that can take another request.
             depth: Requests that it should have under way.
             wait: Whether it has nothing under way, so that it can only wait.
             deadline: A `time.monotonic()` value that no wait passes.

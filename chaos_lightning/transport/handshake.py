@@ -263,12 +263,12 @@ def accept(
     RefusedError.
 
     Args:
-        sock: Connected; tuned here.
-        job: This member's.
-        me: This member's id.
-        token: The cluster's, or those that count while it is rotated.
+        sock: Connected socket; its options are set here.
+        job: Name of this member's job.
+        me: Id of this member.
+        token: The cluster token, or those that are valid while it is rotated.
         deadline_s: For the whole handshake.
-        keys: What this member knows of keys.
+        keys: Keys that this member knows.
         objection: Why this member does not want somebody who has proved all that it must; "" if it does. It may wait
             for a moment.
 

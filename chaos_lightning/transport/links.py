@@ -110,7 +110,7 @@ class Links:
         loop: The loop that serves the links.
         job: Job name, checked in every handshake.
         token: Cluster token (empty for none), or credentials.
-        refused: Told about strangers (a line for the event log).
+        refused: Called with a line for the event log when a connection is refused or fails.
         keys: Connections are made, taken and protected by these, if there are any.
         generation: Neighbours on this machine may read chunks out of this process's memory, as long as it says so.
     """
@@ -165,8 +165,8 @@ class Links:
 
         Args:
             bind: Address to listen on.
-            takers: Who takes what comes.
-            ports: At the first of these that is free; 0 is any.
+            takers: Receivers of what arrives.
+            ports: Ports, of which the first free one is used; 0 is any.
 
         Raises:
             ConfigurationError: It is no address of this machine, or no port is free.

@@ -29,9 +29,9 @@ class Pacer(Protocol):
         """Adds a connection to this peer whose rate is to be limited.
 
         Args:
-            peer: Whose.
-            sock: Names it.
-            bound: Sets its bound in bits per second; None takes it away.
+            peer: Id of the peer.
+            sock: Socket of the connection, by which it is identified.
+            bound: Sets the connection's limit in bits per second; None removes it.
             now: Monotonic seconds.
         """
 

@@ -19,8 +19,8 @@ class PeerKeys:
     """Keys of each peer. Any thread.
 
     Args:
-        kept: So many keys of each peer; the oldest goes.
-        most: So many peers; who was told of first goes. 0: no limit.
+        kept: Most keys of a peer; the oldest is dropped.
+        most: Most peers; the one added first is dropped. 0: no limit.
     """
 
     def __init__(self, kept: int, most: int = 0) -> None:

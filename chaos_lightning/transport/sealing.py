@@ -108,7 +108,7 @@ class Sealer:
         anything else is sealed.
 
         Args:
-            parts: What is left of it.
+            parts: What is left of the frame.
             begins: The first part is the header, which is a record of its own: its reader needs the length that it
                 tells before anything else.
         """
@@ -186,7 +186,7 @@ class Opener:
         key: This direction's traffic key.
 
     Attributes:
-        nbytes: Of the record that is expected, or was opened last.
+        nbytes: Size of the record that is expected, or was opened last.
     """
 
     def __init__(self, level: Level, key: bytes) -> None:
@@ -210,7 +210,7 @@ class Opener:
         """Sets size and destination of the next record, after the one before was opened.
 
         Args:
-            into: Where its bytes go; None throws them away.
+            into: Destination of the record's bytes; None discards them.
             nbytes: Left of the frame: the record has so many, or as many as one holds (`self.nbytes`).
             ahead_nbytes: The record after the last one of the frame, its successor's header, has so many: what has come
                 of it is received by the same call.
@@ -326,7 +326,7 @@ class SealedStream:
 
         Args:
             receive: Receives into these buffers; 0 at the end of the stream.
-            parts: Where opened bytes go.
+            parts: Buffers for the opened bytes.
             progress: Told how many bytes of a record have come, before it has opened.
 
         Returns:

@@ -37,8 +37,8 @@ class Watching:
 
     Args:
         loop: Reads what the watcher tells.
-        failed: Told why there is no watcher.
-        broken: Told, by the loop, whose watcher there is no connection to any more.
+        failed: Called with the reason why there is no watcher.
+        broken: Called by the loop with the member whose watcher is not connected any more.
     """
 
     def __init__(self, loop: IoLoop, failed: Callable[[str], None], broken: Callable[[str], None]) -> None:

@@ -263,7 +263,7 @@ CLOSING = replace(GENESIS, kind=Kind.CLOSING, seq=9, step=7, view=ViewId(1, 1))
 
 
 def end(what: StateAccess, chain: str = "chain") -> Keeping:
-    """Keeps this final state, as a member that closes the job does; returns the object that did."""
+    """Writes the final state as the member that closes the job does; returns its `Keeping`."""
     made, stood = keeping(), View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain=chain)
     lock = made.final_lock()
     assert lock is not None

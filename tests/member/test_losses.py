@@ -1,4 +1,4 @@
-"""Tests the log of losses, which has a step's loss now and then."""
+"""Tests the log of losses, to which a member writes a step's loss only now and then."""
 
 from __future__ import annotations
 

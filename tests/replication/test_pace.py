@@ -13,7 +13,7 @@ NBYTES = 100_000_000
 
 
 def calm(pace: Pace, step_s: float = 0.1, steps: int = 10) -> float:
-    """Feeds a pace with steps of equal duration while no snapshot is sent; returns the time after them."""
+    """Reports steps of equal duration to `pace` while no snapshot is sent; returns the time after them in seconds."""
     for number in range(steps):
         pace.step(step_s, number * step_s)
     return steps * step_s

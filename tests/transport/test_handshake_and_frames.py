@@ -163,7 +163,7 @@ def test_a_frame_beyond_the_limit_is_refused_before_anything_is_allocated():
 
 
 def heard(hello: Callable[[bytes], bytes]) -> Exception | None:
-    """Runs `accept` against a stranger whose answer `hello` makes from the opening message; returns the error, or
+    """Runs `accept` against a stranger that answers the opening message with `hello(message)`; returns the error, or
     None.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
