@@ -31,11 +31,11 @@ class Attendant:
     """Control stream from one rank of a cluster to the leader. Methods may be called from any thread.
 
     Args:
-        options: Of the cluster.
+        options: Options of the cluster.
         secret: Token or credentials.
-        heartbeat_s: Between two heartbeats.
-        hello: The first word on a stream, as of now.
-        happened: Takes what the machines are to be told.
+        heartbeat_s: Seconds between two heartbeats.
+        hello: Returns the present first message of a stream.
+        happened: Takes the news that the machines are to be told.
         refused: Takes why the server will not let this cluster in, or cannot be had.
     """
 

@@ -39,11 +39,11 @@ class ClusterModel:
     `who` and `get`.
 
     Args:
-        replica: The model's part that travels.
-        agreement: What all clusters have in common.
-        options: Of this cluster.
-        events: Its log.
-        machine: What rules it now; None: nothing.
+        replica: Part of the model that clusters exchange.
+        agreement: Facts that all clusters of the job have in common.
+        options: Options of this cluster.
+        events: Log of this cluster.
+        machine: Returns the cluster's present state machine; None if it has none.
 
     Attributes:
         tells: Whether this process writes the cluster's log.
@@ -149,10 +149,10 @@ class ClusterModel:
         """Adopts a version that was fetched.
 
         Args:
-            version: Which.
-            part: Its bytes.
+            version: Name of the version.
+            part: Encoded bytes of the version.
             outright: Whether what was trained since the freezing is gone.
-            waited_s: For how long training stood still for it, asked in the end.
+            waited_s: Returns the seconds for which training stood still for it; called last.
 
         Returns:
             Whether the inner optimizer is to begin anew.

@@ -28,17 +28,17 @@ class OuterContent:
     """Base, residual and pushes of a cluster, in memory. Only the training thread may call methods.
 
     Args:
-        replica: The model's part that travels.
-        grid: Of it.
-        codec: How it travels.
+        replica: Part of the model that clusters exchange.
+        grid: Division of that part into blocks.
+        codec: Formats in which pushes and versions are sent.
 
     Attributes:
-        base: The version that was adopted last, as received.
-        residual: What the codec left out so far.
-        frozen: f of the push that was frozen last, until the adoption after its answer.
-        pending: That push, until it is answered.
-        pushes: What pushes hold that are open or kept.
-        rejections: In a row.
+        base: Version that was adopted last, as received.
+        residual: Amount that the codec has left out of the pushes so far.
+        frozen: Parameters (f) of the push that was frozen last, until the adoption after its answer.
+        pending: Name of the push that was frozen last, until it is answered.
+        pushes: Encoded bytes of the pushes that are open or kept.
+        rejections: Number of pushes in a row that were rejected.
     """
 
     def __init__(self, replica: Replica, grid: Grid, codec: Codec) -> None:

@@ -137,17 +137,17 @@ class ElasticCluster:
     It is a `replication.access.StateAccess`: what newcomers get beside the training state.
 
     Args:
-        replica: The model's part that travels.
-        agreement: What all clusters have in common.
-        options: Of this cluster, equal at all ranks but for folders.
-        inner: The job of the ranks.
-        events: Of this rank, as part of the cluster.
-        batches: How many positions of shared data this rank trains at once.
+        replica: Part of the model that clusters exchange.
+        agreement: Facts that all clusters of the job have in common.
+        options: Options of this cluster, equal at all ranks but for folders.
+        inner: Job of the ranks.
+        events: Event log of this rank, as part of the cluster.
+        batches: Batch sizes of this rank, in positions of the shared data.
 
     Attributes:
-        leaves: This rank has said `leave`.
-        held: This rank was asked to leave after the loop of all ranks, and has not been let go. If all are held, the
-            cluster leaves.
+        leaves: Whether this rank has said `leave`.
+        held: Whether this rank was asked to leave after the loop of all ranks, and has not been let go. If all are
+            held, the cluster leaves.
     """
 
     def __init__(
@@ -267,9 +267,9 @@ class ElasticCluster:
         """Makes the cluster's state, unless the training state with which the ranks begin contains one already.
 
         Args:
-            nonce: Drawn when they began.
-            alone: There is no other rank. Whoever begins with what the last rank of a cluster that had left kept on its
-                disk comes in anew.
+            nonce: Random text, drawn when the ranks began.
+            alone: Whether there is no other rank. A rank that begins with the state that the last rank of a cluster
+                that had left kept on its disk comes in anew.
         """
         if alone and self.over:
             self.forget()
@@ -280,8 +280,8 @@ class ElasticCluster:
         """Starts this rank once it has the state that the other ranks have; from then on it may call `answer`.
 
         Args:
-            me: Its id in the inner job.
-            first: It is the oldest one.
+            me: Id of this rank in the inner job.
+            first: Whether this rank is the oldest one.
         """
         self._me, self._step = me, _Step()
         self._hello = self.machine.hello()
@@ -432,14 +432,14 @@ class ElasticCluster:
         """Applies a commit of the inner job, after the optimizer's step if the commit is one; returns the outcome.
 
         Args:
-            ranks: Who contributed, in rank order.
-            answers: Theirs; none where the commit carries none.
-            steps: Inner steps that it is: 1, or 0.
+            ranks: Ranks that contributed, in rank order.
+            answers: Answers of these ranks; none where the commit carries none.
+            steps: Number of inner steps in the commit: 1, or 0.
             spent: Places on the tape that are spent with it, if it is a step.
-            loss: Of this rank's part of the step, for the log; None: nobody told it.
+            loss: Loss of this rank's part of the step, for the log; None if it is not known.
 
         Raises:
-            StateError: This rank's push is not the others', or a rank cannot go on.
+            StateError: The push of this rank differs from the others', or a rank cannot go on.
         """
         began = time.monotonic()
         state = self.state

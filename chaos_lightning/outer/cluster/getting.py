@@ -31,7 +31,7 @@ class Attempt:
     """Attempt to fetch a version.
 
     Attributes:
-        part: Its memory.
+        part: Memory for the version.
         blank: Nothing of the version is there yet.
         abandoned: Whether it is wanted no more.
     """
@@ -46,9 +46,9 @@ class Sought:
     """Version that the cluster wants, and the function that fetches it.
 
     Attributes:
-        version: Its number and hash.
-        whose: The life of the cluster that wants it; another one would not take it.
-        get: Makes an attempt; ChaosError or OSError if it fails.
+        version: Number and hash of the version.
+        whose: Life of the cluster that wants the version; another one would not take it.
+        get: Function that makes an attempt; it raises ChaosError or OSError if the attempt fails.
     """
 
     version: VersionId
@@ -62,13 +62,13 @@ class VersionGetter:
     Args:
         changed: Notified when what `seek` says may have changed.
         empty: Makes memory for a version.
-        seek: What is to be got; None: nothing. Called with `changed` held.
+        seek: Returns the version that is wanted; None if none is. Called with `changed` held.
         missed: Told which version somebody who held a part of it has no more.
         landed: Told which version is here, with `changed` held.
-        server: Where others may get what is here; None: nowhere.
+        server: Server from which other processes may get the fetched version; None if they may not.
 
     Attributes:
-        here: A version that was got and not taken.
+        here: Version that was got and not taken.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ def look(endpoint: str, job: str, secret: Secret) -> str:
 
     Raises:
         ConfigurationError: The server of another job is there.
-        RefusedError: It does not accept the credentials, or is none.
+        RefusedError: The server at the endpoint does not accept the credentials, or is no parameter server.
     """
     if not listens(endpoint):
         return "free"
@@ -76,13 +76,13 @@ def ensure_server(
     none was started.
 
     Args:
-        options: What to run; `token_file`, `keys_dir` and `keep_finished` are not used.
+        options: Options of the server to run; `token_file`, `keys_dir` and `keep_finished` are not used.
         secret: Cluster token, which is handed over in the child's environment; or credentials, whose folder is named.
-        again: The caller had a job that goes by what lies there: a server without it is of no use, and one that has
-            ended says so to whoever comes.
-        job_id: `again`: of the job that the caller had; "": it does not know.
-        timeout_s: How long to wait for an answer. Whoever waits for longer than some seconds says so, and for whom.
-        given_up: Asked now and then: true if the caller waits no more; then None is returned.
+        again: Whether the caller was already in a job: a server without that job's files is of no use, and one whose
+            job has ended is accepted, since it says so to whoever comes.
+        job_id: With `again`: id of the job that the caller had; "": it does not know.
+        timeout_s: Seconds to wait for an answer. After some seconds the wait and its reason are logged.
+        given_up: Asked now and then; returns true if the caller waits no more; then None is returned.
 
     Raises:
         ConfigurationError, RefusedError: What is there cannot serve this job; the message says why.
@@ -202,8 +202,8 @@ def _check_chain(options: ServerOptions, job_id: str) -> None:
     chain.
 
     Raises:
-        StoreError: It does not, or the file cannot be read.
-        ConfigurationError: It is of a job with another name.
+        StoreError: The file has no chain of this job, or cannot be read.
+        ConfigurationError: The file has the chain of a job with another name.
     """
     path, other = options.store_path, ""
     if path is None:

@@ -23,8 +23,8 @@ class Patience:
 
     Args:
         who: Name of the cluster.
-        waits_for: What for, in words, as of now.
-        limit_s: For how long; None: for ever.
+        waits_for: Returns in words what the cluster waits for at the moment.
+        limit_s: Seconds after which the wait fails; None: never.
         tells: Whether to warn: of several processes of a cluster one is enough.
     """
 
@@ -38,7 +38,7 @@ class Patience:
         """Warns, every ten seconds or so, that the cluster still waits.
 
         Raises:
-            DeadlineError: It has waited for so long; says for what.
+            DeadlineError: The limit has passed; the message says what the cluster waited for.
         """
         now = time.monotonic()
         if self._limit_s is not None and now - self._began > self._limit_s:
@@ -58,8 +58,8 @@ def put_out(who: str, reason: str, *, was_in: bool) -> ChaosError:
 
     Args:
         who: Name of the cluster.
-        reason: Why it is out.
-        was_in: It has had a part in the job.
+        reason: Reason for which it is out.
+        was_in: Whether the cluster has had a part in the job.
     """
     if not was_in:
         return ConfigurationError(reason)
@@ -100,10 +100,10 @@ def leaving_signals(
     the process ends now, the third ends it.
 
     Args:
-        leave: Asks to go. Called in a thread of its own.
-        at_risk: Inner steps of this cluster that no durable version holds.
-        speaks: Whether this process says so.
-        also: What else is done at the first signal, in the handler.
+        leave: Asks to leave. Called in a thread of its own.
+        at_risk: Returns the number of inner steps of this cluster that no durable version holds.
+        speaks: Returns whether this process prints messages.
+        also: Further handler of the first signal.
     """
 
     def first(number: signal.Signals, frame: FrameType | None) -> None:

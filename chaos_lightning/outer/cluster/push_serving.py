@@ -42,14 +42,14 @@ class PushServing:
     one thread at a time.
 
     Args:
-        options: Of the cluster.
+        options: Options of the cluster.
         secret: Token or credentials.
-        grid: Of what is pushed.
-        me: Tells the incarnation's name; the cluster's while it has none.
+        grid: Division into blocks of the model that is pushed.
+        me: Returns the incarnation's name; the cluster's while it has none.
         note: Takes events about connections.
 
     Attributes:
-        holders: Who holds the shards, in shard order.
+        holders: Followers that hold the shards, in shard order.
     """
 
     def __init__(

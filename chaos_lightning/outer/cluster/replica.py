@@ -27,16 +27,17 @@ class Replica:
     """Tensors of a model that outer sync exchanges: the trained parameters, then the buffers that clusters average.
 
     Args:
-        parameters: Name and tensor, in an order that is equal in all clusters; tied ones by all their names.
-        averaged: Likewise, of buffers.
+        parameters: Name and tensor of each trained parameter, in an order that is equal in all clusters; tied ones by
+            all their names.
+        averaged: Name and tensor of each buffer that clusters average, in an order that is equal in all clusters.
 
     Attributes:
-        specs: What clusters agree on.
-        averaged: How many of the tensors are buffers.
+        specs: Name, type and shape of each tensor, on which all clusters must agree.
+        averaged: Number of the tensors that are buffers.
         tied: Further names of these tensors, and by which name each travels.
 
     Raises:
-        UnsupportedError: One is not of a real floating type.
+        UnsupportedError: A tensor is not of a real floating type.
         StateError: There is nothing to train.
     """
 
@@ -95,8 +96,9 @@ class Replica:
         """Adopts a version, in place (kernel.adopt), tensor by tensor.
 
         Args:
-            version: Of the whole grid, as received.
-            frozen: What the progress since is measured from; None: the version is taken as it is.
+            version: Encoded version of the whole grid, as received.
+            frozen: Parameters from which the progress since the freezing is measured; None: the version is taken as it
+                is.
         """
         grid = version.shard.grid
         for number, (_, tensor) in enumerate(self._named):

@@ -87,11 +87,12 @@ class Boundary:
     """Outcome of a boundary, which is the moment between two inner steps.
 
     Attributes:
-        adopted: The version that was taken over; None: none was.
-        outright: Its parameters replace the model's: whatever was prepared or accumulated must be dropped.
-        reset_optimizer: The inner optimizer's state is to be dropped, too.
-        over: Why this cluster's part is over; "" while it goes on.
-        waited_s: For how long the loop was kept.
+        adopted: Version that was taken over; None: none was.
+        outright: Whether the version's parameters replace the model's: all that was prepared or accumulated must be
+            dropped.
+        reset_optimizer: Whether the inner optimizer's state is to be dropped, too.
+        over: Reason for which this cluster's part is over; "" while it goes on.
+        waited_s: Seconds for which the loop was kept waiting.
     """
 
     adopted: VersionId | None = None
@@ -121,11 +122,11 @@ class OuterSession:
     """Part of one cluster in an outer job. Only the loop's thread may call methods, except `leave` and `close`.
 
     Args:
-        replica: The model's part that travels.
-        agreement: What all clusters have in common (`agreement_of`).
-        options: Of this cluster.
-        events: Its event log.
-        batches: How many positions of shared data it trains at once.
+        replica: Part of the model that clusters exchange.
+        agreement: Facts that all clusters of the job have in common (`agreement_of`).
+        options: Options of this cluster.
+        events: Event log of this cluster.
+        batches: Batch sizes of this cluster, in positions of the shared data.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class OuterSession:
         than fit into `seconds`.
 
         Args:
-            seconds: Of training, as it was measured.
+            seconds: Seconds of training, as it was measured.
         """
         with self._changed:
             machine = self._life.machine
@@ -252,9 +253,9 @@ class OuterSession:
         progress.
 
         Raises:
-            RefusedError: The server does not let this cluster in; says why.
-            ConfigurationError: The job differs; says in what, and from whose.
-            DeadlineError: Nobody answered in time; says what was waited for.
+            RefusedError: The server does not let this cluster in; the message says why.
+            ConfigurationError: The job differs; the message says in what, and from whose.
+            DeadlineError: No answer came in time; the message says what was waited for.
         """
         forget_logs(self.options.log_dir)
         self._waits.kept_at = time.monotonic()
@@ -273,14 +274,15 @@ class OuterSession:
         called after each inner step.
 
         Args:
-            samples: That the steps used.
+            samples: Samples that the steps used.
             covers: Positions that they used, where data are shared.
-            steps: How many.
-            loss: Of the last one, for the log.
+            steps: Number of steps.
+            loss: Loss of the last step, for the log.
 
         Raises:
             ChaosError: This cluster cannot go on.
-            DeadlineError: What it had to wait for did not come within `options.patience_s`.
+            DeadlineError: An answer or version that this cluster had to wait for did not come within
+                `options.patience_s`.
         """
         began = self._waits.kept_at = time.monotonic()
         self._measure(samples, steps, began)
@@ -309,8 +311,8 @@ class OuterSession:
         What is left may have to be pushed before there is more: who gets nothing calls `boundary` and asks again.
 
         Args:
-            positions: At most so many, of one epoch.
-            timeout_s: To wait until there are some.
+            positions: Largest number of positions to return, all of one epoch.
+            timeout_s: Seconds to wait until there are some.
 
         Returns:
             Nothing: there are none for now, or (`ending`) this cluster is to train no more.
@@ -358,7 +360,7 @@ class OuterSession:
         A cluster that is through long before the others leaves after `timeout_s`; None: after `options.patience_s`.
 
         Raises:
-            DeadlineError: It was to leave, and could not in that time.
+            DeadlineError: The cluster was to leave, and could not in that time.
         """
         self._waits.kept_at = time.monotonic()
         leaving, limit_s = self.leaving, timeout_s if timeout_s is not None else self.options.patience_s
@@ -408,7 +410,7 @@ class OuterSession:
 
         Raises:
             ChaosError: This cluster cannot go on.
-            DeadlineError: It is not `done` by then.
+            DeadlineError: After `timeout_s` seconds, `done` has not returned true.
             DepartedError: The session was closed.
         """
         patience = Patience(self.options.name, self.waits_for, timeout_s)
@@ -724,11 +726,11 @@ def agreement_of(
     """Returns the facts about this cluster's model, data and settings that must be equal in all clusters of the job.
 
     Args:
-        replica: Of its model.
-        options: Its own; codec, block and the kind of data are the job's.
-        settings: The job's rules.
+        replica: Part of this cluster's model that clusters exchange.
+        options: Options of this cluster; codec, block and the kind of data are the job's.
+        settings: Rules of the job.
         length: Positions of an epoch of the shared data; 0 where each cluster has its own.
-        words: What else must be equal, such as the seed or a tokenizer's hash.
+        words: Further facts that must be equal, such as the seed or a tokenizer's hash.
     """
     codec_named(options.codec)
     fit = Fit(options.job, ",".join(options.endpoints)).number

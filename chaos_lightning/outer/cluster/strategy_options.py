@@ -53,13 +53,13 @@ def build(
     defaults.
 
     Args:
-        options: Of the strategy.
-        arguments: Its own; None where nothing was given.
-        environ: Of the process.
+        options: Options of the strategy.
+        arguments: Arguments of the strategy; None where nothing was given.
+        environ: Environment variables of the process.
         batch: Samples of a step as the training loader says, which is the default then; 0: it does not say.
 
     Raises:
-        ConfigurationError: A value cannot be; names the setting or the variable.
+        ConfigurationError: A value is not possible; the message names the setting or the variable.
     """
     declared(DiLoCoOptions)["start_timeout_s"].demand(options.start_timeout_s)
     given = {k: v for k, v in {**asdict(options), **arguments}.items() if v is not None}

@@ -12,8 +12,8 @@ class TrainingRates:
     """Moving averages of the samples and inner steps that a second of training brings.
 
     Attributes:
-        samples_per_s: 0.0 before anything was measured.
-        steps_per_s: Likewise.
+        samples_per_s: Samples a second; 0.0 before anything was measured.
+        steps_per_s: Inner steps a second; 0.0 before anything was measured.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Waits:
     """Time since the last adoption that outer sync has taken from the training thread.
 
     Attributes:
-        kept_at: When it took it, by `time.monotonic()`; 0.0: it does not have it.
+        kept_at: Time by `time.monotonic()` from which outer sync has the training thread; 0.0: it does not have it.
     """
 
     def __init__(self) -> None:

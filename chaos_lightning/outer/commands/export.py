@@ -52,11 +52,11 @@ def durable_version(chain: OuterChain, wanted: str) -> tuple[VersionId, tuple[st
     """Returns the durable version that `wanted` names, and the digests of its shards.
 
     Args:
-        chain: Of the job.
-        wanted: "newest", a number, or as `ps status` writes it.
+        chain: Chain of the job.
+        wanted: Version to find: "newest", a number, or as `ps status` writes it.
 
     Raises:
-        ConfigurationError: There is none; says which there are.
+        ConfigurationError: There is no such version; the message says which there are.
     """
     if wanted == NEWEST and chain.durable:
         return chain.durable[-1]
@@ -80,10 +80,10 @@ def read_version(chain: OuterChain, folder: Path, job: str, wanted: str) -> tupl
     """Returns all tensors of a durable version by name, and the job's progress at that version.
 
     Args:
-        chain: Of the job.
-        folder: Has a folder for each follower, by its name.
-        job: Its name.
-        wanted: See `durable_version`.
+        chain: Chain of the job.
+        folder: Folder that contains each follower's folder, by its name.
+        job: Name of the job.
+        wanted: Version to read, as for `durable_version`.
 
     Raises:
         ConfigurationError: There is no such version.
@@ -117,9 +117,9 @@ def read_while_it_runs(
 
     Args:
         load: Reads the chain.
-        folder: See `read_version`.
-        job: Likewise.
-        wanted: Likewise.
+        folder: Folder that contains each follower's folder, by its name.
+        job: Name of the job.
+        wanted: Version to read, as for `durable_version`.
     """
     chain = load()
     while True:
@@ -138,12 +138,12 @@ def checkpoint_of(
     """Returns a checkpoint for Lightning, and a sentence for each of its parts that does not belong to the version.
 
     Args:
-        tensors: By name.
-        progress: Of the job.
-        like: A cluster's checkpoint, which gives all else; None: there is nothing else.
+        tensors: Tensors of the version, by name.
+        progress: Progress of the job at the version.
+        like: Checkpoint of a cluster, which gives all else; None: there is nothing else.
 
     Raises:
-        StateError: That checkpoint is of another model.
+        StateError: The checkpoint `like` is of another model.
     """
     if like is None:
         return {

@@ -39,9 +39,9 @@ def move_schedules(made: dict[str, Any], like: dict[str, Any], progress: JobProg
     `progress`.
 
     Args:
-        made: The checkpoint, which is changed.
-        like: The one that it is made of.
-        progress: How far the job is.
+        made: Checkpoint to change.
+        like: Checkpoint from which `made` is made.
+        progress: Progress of the job, which gives the step.
 
     Returns:
         What stays where it was, in sentences.

@@ -99,10 +99,10 @@ def recut(store: Store, folder: Path, job: str, names: Sequence[str]) -> str:
     description of what was done, else "".
 
     Args:
-        store: Of the job's chain; nobody else writes to it.
-        folder: Has a folder for each follower, by its name.
-        job: Its name.
-        names: Of the followers from now on; of the last ones no shard is left if there are fewer blocks.
+        store: Store of the job's chain; no other process writes to it.
+        folder: Folder that contains each follower's folder, by its name.
+        job: Name of the job.
+        names: Names of the followers from now on; if there are fewer blocks than followers, the last ones get no shard.
 
     Raises:
         ConfigurationError: Files of a follower that holds a shard are not here.

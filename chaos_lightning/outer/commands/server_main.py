@@ -73,7 +73,7 @@ def put_away(options: ServerOptions) -> str:
     """Moves the folder of a job that has ended to another place; returns that place, or "" if nothing was moved.
 
     Raises:
-        StoreError: What lies there is no chain of outer sync.
+        StoreError: The store in the folder contains no chain of outer sync.
     """
     path = options.store_path
     if options.keep_finished or path is None or not path.exists():
@@ -99,7 +99,7 @@ def followers_of(options: ServerOptions) -> list[str]:
 
     Raises:
         ConfigurationError: Files of a follower that holds a shard are not here.
-        StateError: They are damaged, or new ones cannot be written.
+        StateError: Files of followers are damaged, or new ones cannot be written.
         StoreError: The chain cannot be read.
     """
     names = [f"{options.name}-{number}" for number in range(options.followers or 1)]
@@ -188,8 +188,8 @@ def run(options: ServerOptions, *, outlives: bool = False) -> int:
     """Runs a server until its job has ended, nobody needs it or a signal comes; returns the exit code.
 
     Args:
-        options: Its own.
-        outlives: A cluster has started it, and may be asked to leave by the same signal.
+        options: Options of the server.
+        outlives: Whether a cluster has started the server, and may be asked to leave by the same signal.
     """
     from chaos_lightning.events.events import EventLog
 

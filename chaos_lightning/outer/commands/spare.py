@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     """Makes followers at the supervisor's request until the supervisor closes the connection.
 
     Args:
-        arguments: The descriptor of the connection to the supervisor, and that one's process id.
+        arguments: Descriptor of the connection to the supervisor, and the supervisor's process id.
     """
     line, supervisor = socket.socket(fileno=int(arguments[0])), int(arguments[1])
     for module in HEAVY:

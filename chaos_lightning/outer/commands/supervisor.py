@@ -78,10 +78,11 @@ class Supervisor:
     """Supervisor of a leader, a warm spare and followers.
 
     Args:
-        leader: Its command, after the interpreter's path.
-        followers: By name, what `follower_main.main` takes.
+        leader: Command of the leader, after the interpreter's path.
+        followers: Arguments of `follower_main.main` for each follower, by name.
         emit: Takes (event name, fields) for the event log.
-        outlives: A cluster has started it: at a signal it stays for clusters that leave at the same moment.
+        outlives: Whether a cluster has started the supervisor: at a signal it stays for clusters that leave at the same
+            moment.
     """
 
     def __init__(

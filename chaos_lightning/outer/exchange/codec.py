@@ -166,10 +166,11 @@ class Codec:
     """Formats for pushes and for versions; the setting `codec` names such a pair.
 
     Attributes:
-        name: As the setting has it.
-        push: Of pushes.
-        version: Of versions, and of the job's first content.
-        parameters: A push holds parameters, not what was gained since its base (`OuterSettings.pushes_parameters`).
+        name: Name of the codec, as in the setting.
+        push: Format of pushes.
+        version: Format of versions, and of the job's first content.
+        parameters: Whether a push holds parameters, not what was gained since its base
+            (`OuterSettings.pushes_parameters`).
     """
 
     name: str
@@ -240,9 +241,9 @@ class Part:
     """Encoded bytes of the blocks of one shard, of a push or a version, one block after the other.
 
     Attributes:
-        shard: Whose blocks they are; the whole grid, or one tensor's blocks, are a shard too.
-        format: Of each block.
-        data: uint8, flat, contiguous, in host memory. It is not copied.
+        shard: Shard of the blocks; the whole grid, or one tensor's blocks, are a shard too.
+        format: Format of each block.
+        data: Bytes of the blocks: uint8, flat, contiguous, in host memory. It is not copied.
 
     Raises:
         WireError: `data` has another size than the shard's blocks have in this format.

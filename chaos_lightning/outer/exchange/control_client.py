@@ -130,15 +130,15 @@ class ControlClient(threading.Thread):
     callbacks, one at a time.
 
     Args:
-        endpoints: HOST:PORT of the leader, or of all that stand by for each other.
+        endpoints: HOST:PORT of the leader, or of all leaders that stand by for each other.
         secret: Cluster token (b"" for none), or credentials.
         call: "Attend" for a cluster, "Follow" for a follower.
-        on_connected: A stream to the one that leads stands: what is said from now on is sent.
+        on_connected: Called when a stream to the acting leader is open: messages from now on are sent.
         on_message: Takes each message of the leader.
-        on_disconnected: That stream is gone; why.
-        on_trouble: Takes why nobody could be reached or let this process in, when it is another reason than before. A
-            RefusedError will not go away by itself.
-        revive: Called in a helper thread when nobody answers; may start a server (outer/cluster/hosting.py).
+        on_disconnected: Called with the reason when that stream has ended.
+        on_trouble: Takes the reason why no leader could be reached or let this process in, when it is another one than
+            before. A RefusedError will not go away by itself.
+        revive: Called in a helper thread when no leader answers; may start a server (outer/cluster/hosting.py).
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class ControlClient(threading.Thread):
         """Queues a message for sending if a stream is open; otherwise drops it (see the module).
 
         Raises:
-            TypeError: It is no message of this call.
+            TypeError: The message does not belong to this call.
         """
         stream = self._stream
         if stream is not None:
@@ -294,14 +294,15 @@ def fetch_facts(endpoints: str, secret: Secret, timeout_s: float = 5.0, *, follo
     """Asks a leader for facts about itself and its job (outer/follower/snapshot.py).
 
     Args:
-        endpoints: HOST:PORT, several with commas.
+        endpoints: HOST:PORT of the leader; several with commas.
         secret: Cluster token, or credentials.
-        timeout_s: For all of it.
-        follow: Ask the one that leads, if that is another one and it answers.
+        timeout_s: Seconds for the whole call.
+        follow: Whether to ask the acting leader, if that is another one and it answers.
 
     Raises:
-        SchedulerUnreachableError: Nobody answered in time.
-        RefusedError: Somebody did, but does not accept the credentials (or we not its), or is no parameter server.
+        SchedulerUnreachableError: No server answered in time.
+        RefusedError: A server answered that does not accept the credentials, whose credentials are not accepted here,
+            or that is no parameter server.
     """
 
     def facts(place: str, left_s: float) -> dict[str, Any]:
@@ -317,8 +318,8 @@ def ask_end(endpoints: str, reason: str, secret: Secret, timeout_s: float) -> st
     """Asks a leader to end the job once its newest version is durable; returns the leader's words about it.
 
     Raises:
-        RefusedError: It cannot be; the message says why.
-        SchedulerUnreachableError: Nobody answered in time.
+        RefusedError: The job cannot end now; the message says why.
+        SchedulerUnreachableError: No server answered in time.
     """
     request = outer_pb2.EndRequest(reason=reason)
     reply = ask_leader(endpoints, secret, timeout_s, "End", request, stub=ParameterServerStub, what=WHAT)

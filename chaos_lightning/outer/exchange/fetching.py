@@ -135,21 +135,21 @@ def fetch(
     """Fills `data` with a state's bytes; bytes that an earlier attempt fetched are not fetched again.
 
     Args:
-        name: Of the state.
-        donors: Who has it; each sends a part.
-        dial: Makes a connection to one, or takes one that it has parked.
-        data: The state's tensors, each uint8, flat, contiguous, in host memory; after an error they hold a mixture,
+        name: Name of the state.
+        donors: Endpoints of the processes that have the state; each sends a part.
+        dial: Makes a connection to a donor, or takes one that it has parked.
+        data: Tensors of the state, each uint8, flat, contiguous, in host memory; after an error they hold a mixture,
             which the next try goes on from.
-        deadline_s: For all of it.
-        progress: Told of bytes that arrived.
+        deadline_s: Seconds for the whole transfer.
+        progress: Told the number of bytes that arrived.
         check: Looks at manifest and table before anything is fetched.
-        abandoned: Asked now and then; True ends it.
-        blank: Nothing is here yet, so that nothing need be looked for.
-        piece_nbytes: Of the pieces that are verified, as who holds it cuts them.
+        abandoned: Asked now and then; True ends the transfer.
+        blank: Whether nothing is here yet, so that nothing need be looked for.
+        piece_nbytes: Size, in bytes, of the pieces that are verified, as the donor cuts them.
 
     Raises:
         NoDonorError: No donor has it, or can be reached (any more).
-        StateError: What it has does not fit, or it was abandoned.
+        StateError: The state that a donor has does not fit, or the transfer was abandoned.
         DeadlineError: The deadline passed.
     """
     config = PullConfig(
@@ -188,16 +188,16 @@ def fetch_push(
     """Fills a follower's piece of a push from the cluster that offers it; arguments and errors are those of `fetch`.
 
     Args:
-        offer: Which, and what its content must be.
-        part: Its memory.
+        offer: Offer of the push, which says what its content must be.
+        part: Memory for the piece.
         dial: Takes a connection that the cluster has parked (lines.DataListener.dial).
-        deadline_s: For all of it.
-        donors: Processes of that cluster (lines.DataListener.donors); none: whichever has one parked.
-        progress: Told of bytes that arrived.
+        deadline_s: Seconds for the whole transfer.
+        donors: Processes of that cluster (lines.DataListener.donors); none: any that has parked a connection.
+        progress: Told the number of bytes that arrived.
         blank: See `fetch`.
 
     Raises:
-        NoDonorError: Nobody serves what was offered (any more), or its bytes do not come as they were offered.
+        NoDonorError: No process serves the offered push (any more), or its bytes are not those that were offered.
     """
     shard = part.shard
 
@@ -244,15 +244,16 @@ def fetch_version(
     """Fills `part` with a whole version, from all followers at once.
 
     Args:
-        version: Which.
-        shards: How the grid is cut.
-        format: Of the version.
-        holders: Who holds them, in their order.
-        part: Of the whole grid, in that format; after an error it holds a mixture, from which the next try goes on.
+        version: Version to fetch.
+        shards: Shards into which the grid is cut.
+        format: Format of the version.
+        holders: Followers that hold the shards, in the order of `shards`.
+        part: Memory for the whole grid, in that format; after an error it holds a mixture, from which the next try goes
+            on.
         dial: Makes a connection to a follower (lines.ParkedLines.dial).
-        deadline_s: For all of it.
-        progress: Told of bytes that arrived, by several threads.
-        abandoned: Asked now and then, by several threads; True ends it.
+        deadline_s: Seconds for the whole transfer.
+        progress: Told the number of bytes that arrived, by several threads.
+        abandoned: Asked now and then, by several threads; True ends the transfer.
         blank: See `fetch`.
 
     Returns:
@@ -260,7 +261,7 @@ def fetch_version(
 
     Raises:
         NoDonorError: A follower is away, does not have it, or cannot be reached (any more).
-        StateError: What it has does not fit.
+        StateError: The shard that a follower has does not fit.
         DeadlineError: The deadline passed.
     """
     assert part.format == format

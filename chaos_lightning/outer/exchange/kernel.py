@@ -62,10 +62,10 @@ class OuterState:
     """Parameters, momentum and buffer of one shard.
 
     Args:
-        shard: Whose elements they are.
-        theta: fp32, flat, contiguous, in host memory; taken over, not copied, as are the others.
-        momentum: Likewise; None: 0.
-        buffer: Likewise; None: 0.
+        shard: Shard that the elements belong to.
+        theta: Parameters: fp32, flat, contiguous, in host memory; taken over, not copied.
+        momentum: Momentum, in the same form; taken over, not copied. None: 0.
+        buffer: Buffer, in the same form; taken over, not copied. None: 0.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class RoundUpdate:
     Between the first block and the last one the state is no version. Whoever stops there loads it anew.
 
     Args:
-        state: Of the version before.
+        state: State of the version before.
         pushes: (w_j, D_j) in the order of their names; the parts are of the state's shard.
-        factors: Of the round.
-        version: Gets the new parameters, block by block, if it is given.
-        averaged: The first of the shard's blocks that belong to reduced buffers; None: none does.
-        parameters: Pushes hold f_j in place of D_j.
+        factors: Factors of the round.
+        version: Memory that gets the new parameters, block by block, if it is given.
+        averaged: Index of the shard's first block that belongs to reduced buffers; None: none does.
+        parameters: Whether pushes hold f_j in place of D_j.
     """
 
     def __init__(
@@ -249,8 +249,8 @@ def products(one: Part, other: Part, stop: int | None = None) -> list[float]:
 
     Args:
         one: A push.
-        other: Another one of the same shard, or the same one.
-        stop: The first of the shard's blocks that is left out, as are all after it; None: none is.
+        other: Push or content of the same shard; it may be the same one.
+        stop: Index of the first of the shard's blocks that is left out, as are all after it; None: none is.
 
     Raises:
         WireError: One has malformed bytes.
@@ -322,9 +322,9 @@ def freeze(base: Part, parameters: Tensor, push: Part, residual: Tensor | None =
     Equations).
 
     Args:
-        base: The version that the cluster adopted last, as received (O9).
+        base: Version that the cluster adopted last, as received (O9).
         parameters: f, fp32, flat, of the base's shard; they are only read.
-        push: Memory for it.
+        push: Memory for the push.
         residual: e, of what earlier pushes dropped; None: none is kept, as with a format that has none.
 
     Raises:
@@ -342,10 +342,10 @@ def settle(base: Part, parameters: Tensor, push: Part, residual: Tensor) -> None
     """Updates the residual e after its push D was accepted, in place: e <- [[[base - f] + e] - D] (O10).
 
     Args:
-        base: As `freeze` had it.
-        parameters: Likewise.
-        push: As `freeze` wrote it.
-        residual: As `freeze` had it.
+        base: Base that the push was encoded against, as given to `freeze`.
+        parameters: Frozen parameters (f), as given to `freeze`.
+        push: Push that `freeze` encoded.
+        residual: Residual (e) that was given to `freeze`; updated in place.
     """
     assert base.shard == push.shard
     scratch, sent = _scratch(base.shard, 2)
@@ -363,7 +363,7 @@ def adopt(parameters: Tensor, version: Part, frozen: Part | None = None) -> None
 
     Args:
         parameters: theta, fp32, flat, of the version's shard.
-        version: As received.
+        version: Encoded version, as received.
         frozen: f: `Part.of` the parameters at the freezing; without an open push the base. None: theta <- theta_v
             exactly, for `overlap=False` and after a rejection.
 

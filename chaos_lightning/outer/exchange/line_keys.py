@@ -65,7 +65,7 @@ class LineKeyIssuer:
     """Leader's maker of keys for data connections. For one thread.
 
     Args:
-        job: The job's name.
+        job: Name of the job.
         secret_channel: Whether nobody else can read what is told (credentials.Credentials); if not, no keys are made.
     """
 
@@ -144,7 +144,7 @@ class LineKeyring:
 
     Args:
         secret: Token or credentials: with a folder of keys, nobody connects without a key from the leader.
-        links: What protects connections, one of `transport.sealing.RULES`.
+        links: Rule for the protection of connections, one of `transport.sealing.RULES`.
 
     Raises:
         ConfigurationError: There is no such rule, or nothing to protect connections with.

@@ -84,16 +84,16 @@ class DataListener:
 
     Args:
         host: Address to listen at.
-        port: Likewise; 0: any free one.
-        job: The job's name.
-        me: The follower's name.
+        port: Port to listen at; 0: any free one.
+        job: Name of the job.
+        me: Name of the follower.
         secret: Token or credentials.
-        server: Serves who dials for versions.
+        server: Serves clusters that connect to fetch versions.
         note: Told of strangers.
-        keys: What this follower knows of keys; None where connections have none.
+        keys: Keys that this follower shares with clusters' processes; None where connections have none.
 
     Raises:
-        ConfigurationError: It cannot listen there, or that would let everybody in.
+        ConfigurationError: The follower cannot listen at this address, or that would let anyone in.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class DataListener:
         Args:
             peer: An incarnation. If it has none, one of another start of its cluster will do: that may hold what this
                 one pushed. With a mark behind it: that process and no other.
-            timeout_s: To wait for one.
+            timeout_s: Seconds to wait for one.
 
         Raises:
             TimeoutError: There is none, and none came.
@@ -176,7 +176,7 @@ class DataListener:
         `replication.source.Dial`, but of the endpoint only the name counts.
 
         Raises:
-            RefusedError: It has no connection parked here.
+            RefusedError: The named process has no connection parked here.
         """
         try:
             return self.take(endpoint.member, TAKE_S)
@@ -315,13 +315,13 @@ class ParkedLines:
     Any thread.
 
     Args:
-        server: Holds this process's pushes.
-        job: The job's name.
-        me: Tells who this process is, such as "home~3".
+        server: Server of this process's pushes.
+        job: Name of the job.
+        me: Returns the name of this process, such as "home~3".
         secret: Token or credentials.
         note: Told when connections to a follower stand, and when they cannot be made.
-        count: So many at each follower: while one is used, another one is there.
-        links: What protects connections (line_keys.LineKeyring).
+        count: Number of connections at each follower: while one is used, another one is there.
+        links: Rule for the protection of connections (line_keys.LineKeyring).
         rate_bps: Bits a second that may be used each way, over all followers and by all processes of the cluster
             (`share`); 0.0: as much as there is.
     """

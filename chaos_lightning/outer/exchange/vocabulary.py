@@ -66,11 +66,11 @@ def entry_of(record: StoreRecord, before: str) -> Entry:
     """Decodes a record of the store into the chain entry that it contains.
 
     Args:
-        record: Its position, term and kind are the entry's.
+        record: Record whose position, term and kind are the entry's.
         before: Hash of the entry before; a summary names it itself, for that one may be cut.
 
     Raises:
-        StoreError: It is damaged, or another version of this package wrote it.
+        StoreError: The record is damaged, or another version of this package wrote it.
     """
     try:
         body = _body(record.kind, record.body)

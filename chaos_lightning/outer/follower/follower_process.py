@@ -246,9 +246,9 @@ class _State:
         machine.
 
         Args:
-            entry: Which.
-            parts: Of the pushes that it names, in their order.
-            marked: The digest that it had when it became durable; "": it has not.
+            entry: Chain entry that makes the version.
+            parts: Pieces of the pushes that the entry names, in their order.
+            marked: Digest that the version had when it became durable; "" if it is not durable.
         """
         began, body, held = time.monotonic(), entry.body, self._held
         assert held is not None
@@ -339,17 +339,18 @@ class FollowerProcess:
     """Process of one follower. `start` it, `wait` for its end, `close` it.
 
     Args:
-        name: Of this follower.
-        files: Its files.
+        name: Name of this follower.
+        files: Files of this follower's shard.
         bind: Host and port at which it takes data connections; port 0: any free one.
         secret: Token or credentials.
         stream: Makes the stream to the leader.
         note: Writes an event; any thread.
-        advertise: HOST:PORT where clusters reach it, or HOST alone, with the port as bound; "": as bound.
-        links: What protects data connections (line_keys.LineKeyring).
+        advertise: HOST:PORT where clusters reach this follower, or HOST alone, with the port as bound; "": as bound.
+        links: Rule for the protection of data connections (line_keys.LineKeyring).
 
     Raises:
-        ConfigurationError: It cannot listen there, or that would let everybody in, or not with this protection.
+        ConfigurationError: The follower cannot listen at this address, that would let anyone in, or this protection is
+            not possible.
     """
 
     def __init__(

@@ -55,11 +55,11 @@ class ShardHead:
     """Header of a shard's file.
 
     Attributes:
-        job: The job that it belongs to.
-        version: The version whose content it has.
-        shard: Its blocks, and their grid.
-        counters: Of the job with this version.
-        digest: Of the content.
+        job: Job that the file belongs to.
+        version: Version whose content the file has.
+        shard: Blocks of the shard, and their grid.
+        counters: Counters of the job at this version.
+        digest: Digest of the content.
     """
 
     job: str
@@ -98,8 +98,8 @@ class FolderContents:
     """Content of a follower's folder at a start.
 
     Attributes:
-        whole: Versions whose content is what it was, oldest first.
-        strange: All else that is no part of a file: its name, and what is wrong with it.
+        whole: Versions whose content is undamaged, oldest first.
+        strange: Name and defect of everything else in the folder that is no part of a file.
     """
 
     whole: tuple[ShardFile, ...]
@@ -159,16 +159,17 @@ class ShardFiles:
         """Writes a version's file durably, reads it back and compares it; see the module.
 
         Args:
-            version: Which.
-            state: Its content, which nobody changes meanwhile.
-            counters: Of the job with it.
-            beside: A file of it may be there, of another shard.
+            version: Version to write.
+            state: Content of the version, which must not change meanwhile.
+            counters: Counters of the job at this version.
+            beside: Whether a file of this version with another shard may be there.
 
         Returns:
             The digest.
 
         Raises:
-            StateError: It cannot be written, such as on a full disk, or other bytes came back. It may be tried again.
+            StateError: The file cannot be written, such as on a full disk, or other bytes came back. The call may be
+                repeated.
         """
         head = ShardHead(self.job, version, state.shard, counters, state.digest)
         path = self.path(version, head.digest if beside else "")

@@ -15,8 +15,8 @@ def snapshot(machine: LeaderMachine, now_s: float) -> dict[str, Any]:
     """Returns the facts of a job as plain values for JSON.
 
     Args:
-        machine: That leads.
-        now_s: By the clock that it is fed with.
+        machine: State machine of the acting leader.
+        now_s: Present time, s, by the clock that the machine is given.
     """
     chain = machine.chain
     return {

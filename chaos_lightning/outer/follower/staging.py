@@ -52,9 +52,9 @@ class HeldShard:
     """Shard that a follower holds, and the codec of its job.
 
     Attributes:
-        shard: Its blocks.
-        averaged: The first of its blocks that belong to reduced buffers.
-        codec: Of pushes and versions.
+        shard: Blocks of the shard.
+        averaged: Index of the shard's first block that belongs to reduced buffers.
+        codec: Formats of pushes and versions.
     """
 
     shard: Shard
@@ -96,10 +96,10 @@ class MeasuredPart:
     """Piece of a push that has been fetched, with its scalar products.
 
     Attributes:
-        offer: Of its push.
-        part: Its bytes.
-        products: With itself and with others that were here before.
-        finite: Whether all of it is.
+        offer: Offer of the push.
+        part: Bytes of the piece.
+        products: Scalar products with itself and with the pushes that were here before.
+        finite: Whether all its elements are finite.
     """
 
     offer: Offer

@@ -17,10 +17,10 @@ class ArrivalRates:
     (O12).
 
     Attributes:
-        pushes: How many arrived.
-        span_s: Within so many seconds.
-        cost_s: What a push that missed its window waited, over all rounds.
-        rounds: How many.
+        pushes: Number of pushes that arrived.
+        span_s: Seconds in which these pushes arrived.
+        cost_s: Seconds that a push which missed its window waited, summed over all rounds.
+        rounds: Number of rounds.
     """
 
     pushes: float = 0.0
@@ -32,10 +32,10 @@ class ArrivalRates:
         """Returns the estimates with one more round taken into account.
 
         Args:
-            pushes: Staged since the round before.
-            span_s: Since the round before was decided. Where nobody knows (after a takeover), not above 0, and the
-                round teaches nothing.
-            cost_s: From this round's decision until its version was fetched.
+            pushes: Number of pushes that the round decided on.
+            span_s: Seconds from the decision of the round before to that of this one. If that is not known (after a
+                takeover), it is not above 0, and the round teaches nothing.
+            cost_s: Seconds from this round's decision until all shards served its version.
         """
         if not (0 < span_s < math.inf and 0 <= cost_s < math.inf):
             return self

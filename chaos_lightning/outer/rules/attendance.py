@@ -82,11 +82,11 @@ class Attendance:
     """Part of the leader that keeps the list of clusters.
 
     Args:
-        desk: The leader's.
+        desk: Desk of the leader.
         holds_alone: Whether a shard may lack a push of this incarnation that the chain needs.
 
     Attributes:
-        clusters: By incarnation; those that are over are not in it.
+        clusters: State of each cluster in the job, by incarnation; incarnations that are over are not in it.
     """
 
     def __init__(self, desk: LeaderDesk, holds_alone: Callable[[IncarnationId], bool]) -> None:

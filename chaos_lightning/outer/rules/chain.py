@@ -80,16 +80,16 @@ class Incarnation:
     """State of one incarnation, according to the chain.
 
     Attributes:
-        id: Its name.
-        place: Where it runs, for people.
+        id: Name of the incarnation.
+        place: Description, for people, of the place where it runs.
         first: Number of its first push.
-        over: Why it is removed; "" while it is in.
-        answers: By number.
-        rejected: How often in a row its pushes were rejected.
-        low: All numbers below it are answered.
-        forgotten: So are those below it, and what was said is not known any more.
-        tally: How many of each answer stand.
-        process: Its first process; None where it has several.
+        over: Reason for which it is removed; "" while it is in.
+        answers: Answers to its pushes, by push number.
+        rejected: Number of its last pushes in a row that were rejected.
+        low: Number below which all its pushes are answered.
+        forgotten: Number below which all its pushes are answered and the answers are not known any more.
+        tally: Number of its answers of each kind, without those that a rollback took back.
+        process: First process of the cluster; None where it has several.
     """
 
     id: IncarnationId
@@ -122,9 +122,9 @@ class Version:
     """Version of the outer state, with the entry that made it and the version before.
 
     Attributes:
-        id: Its name.
-        entry: What made it.
-        before: The version whose state it is computed from: of a round the one before it, of a rollback the one whose
+        id: Name of the version.
+        entry: Entry that made it.
+        before: Version from whose state it is computed: for a round the one before it, for a rollback the one whose
             content it has.
     """
 
@@ -189,7 +189,7 @@ class SummedChain:
         """Returns the state that a summary contains.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The summary's state cannot be read.
         """
         try:
             return read_text(cls, zlib.decompress(base64.b64decode(body.state, validate=True)))
@@ -201,39 +201,39 @@ class OuterChain:
     """State that results from the entries of a job's chain.
 
     Args:
-        whole: Summaries are passed over: it keeps all that it has followed.
+        whole: Whether to pass over summaries, and keep all that it has followed.
 
     Attributes:
-        position: Of the last entry.
-        hash: Of the last entry.
-        last: That entry; None: there is none.
+        position: Position of the last entry.
+        hash: Hash of the last entry.
+        last: Last entry; None: there is none.
         summed: Position of the last summary; 0: there is none.
-        versions: By id; of those before the last summary, the ones that followers may compute from.
-        bases: What each version holds that a push may have for its base.
-        floor: Of versions with a number below it some are not known any more.
-        newest: The last one; it stands.
-        durable: The two newest durable ones with the digests of their shards, oldest first.
-        safe: The second newest durable one, as it last was: what it holds is never asked for again, and no rollback
+        versions: Versions by id; of those before the last summary, only the ones that followers may compute from.
+        bases: Digests, by incarnation, of the numbers of the pushes in each version that a push may have for its base.
+        floor: Version number below which some versions are not known any more.
+        newest: Last version that was made.
+        durable: Two newest durable versions with the digests of their shards, oldest first.
+        safe: Second newest durable version, as it last was: the pushes in it are never asked for again, and no rollback
             goes behind it.
-        incarnations: All that ever joined, but those that are over and were cut.
-        joined: The highest number of an incarnation.
+        incarnations: Incarnations that ever joined, but those that are over and were cut.
+        joined: Highest number of an incarnation so far.
         starts: Followers and the number of their last start.
         cut: Followers in shard order; empty before the first.
-        counters: Of the outer optimizer.
-        gate: What the gate has seen.
-        rates: What rounds taught of arrivals.
-        paced: What is known of the pace of those who live.
-        agreement: What all clusters have in common; None before the first one has come.
-        by: Where that one ran.
-        job_id: The job's name among all jobs: the hash of the entry that opened it; "" before.
-        leases: Who may train which samples; None where each cluster has its own data.
-        ended: The last version and why; None while the job goes on.
-        last_in: Who was in when it ended.
-        rounds: How many there were.
-        rollbacks: Likewise.
-        tally: How many of each answer stand.
-        reopened: Pushes that were accepted once, rolled back, and are unanswered; of those who live.
-        states: What a rollback to a version goes back to, and the epoch that was leased then.
+        counters: Counters of the outer optimizer.
+        gate: Statistics of the gate on accepted pushes.
+        rates: Estimates of the times between pushes, from past rounds.
+        paced: Known pace of each cluster in the job.
+        agreement: Facts that all clusters have in common; None before the first cluster has come.
+        by: Name of the first cluster, and the place where it ran.
+        job_id: Name of this job among all jobs: the hash of the entry that opened it; "" before.
+        leases: Leases of samples to clusters; None where each cluster has its own data.
+        ended: Entry that ended the job, with the last version and the reason; None while the job goes on.
+        last_in: Incarnations that were in the job when it ended.
+        rounds: Number of rounds so far.
+        rollbacks: Number of rollbacks so far.
+        tally: Number of answers of each kind, without those that a rollback took back.
+        reopened: Pushes of clusters in the job that were accepted once, rolled back, and are unanswered.
+        states: Counters, gate and leased epoch at each version, which a rollback to that version restores.
     """
 
     def __init__(self, *, whole: bool = False) -> None:
@@ -289,7 +289,7 @@ class OuterChain:
         """Returns why this incarnation has left the job; "" while it is in.
 
         Raises:
-            KeyError: It never joined.
+            KeyError: The incarnation never joined.
         """
         if who not in self.incarnations and who.number <= self.joined:
             return "it is over, and so long that nothing else is known of it"
@@ -396,7 +396,7 @@ class OuterChain:
         """Adds the next entry, and changes the state by it.
 
         Raises:
-            ValueError: It does not follow: a bug, or a store that another leader wrote to.
+            ValueError: The entry does not follow: a bug, or a store that another leader wrote to.
         """
         begins = isinstance(entry.body, Summary) and not self.position
         if not begins and (entry.position, entry.before) != (self.position + 1, self.hash):

@@ -186,9 +186,9 @@ class TakeLast:
     the base already.
 
     Attributes:
-        version: Which.
-        steps: Inner steps that it lacks, which are gone.
-        samples: That they used.
+        version: Last version of the job.
+        steps: Number of inner steps that are not in that version and are lost.
+        samples: Number of samples that these steps used.
     """
 
     version: VersionId
@@ -201,9 +201,9 @@ class Over:
     """News that this incarnation has ended.
 
     Attributes:
-        reason: Why.
-        again: The process comes in as a new one.
-        failed: The cluster's part ends without the job's last version: its model is not the job's.
+        reason: Reason for the end.
+        again: Whether the process comes in as a new incarnation.
+        failed: Whether the cluster's part ends without the job's last version: its model is not the job's.
     """
 
     reason: str
@@ -249,11 +249,11 @@ def reckon(job: JobProgress, samples: int, steps: int, usual: int, paced: int) -
     """Returns an estimate of the job's progress: that at a cluster's base, and what the cluster has trained since.
 
     Args:
-        job: With its base.
-        samples: That it has trained since.
-        steps: Inner steps, likewise.
+        job: Progress of the job at the cluster's base.
+        samples: Samples that the cluster has trained since.
+        steps: Inner steps that the cluster has made since.
         usual: Steps of a usual cluster from one push to the next.
-        paced: Of this one.
+        paced: Steps of this cluster from one push to the next.
     """
     ticks = steps * TICKS * usual // max(1, paced)
     return JobProgress(job.samples + samples, job.ticks + ticks, job.epoch)
@@ -271,13 +271,13 @@ class ClusterMachine:
     """State machine of one incarnation of a cluster. Its caller must feed a TimePassed for each heartbeat.
 
     Args:
-        name: Of the cluster.
-        place: Where it runs, for people.
-        nonce: Drawn at the start of its process.
-        agreement: What it must have in common with the others.
-        process: Of its first rank.
+        name: Name of the cluster.
+        place: Description, for people, of the place where it runs.
+        nonce: Random text, drawn at the start of its process.
+        agreement: Facts that it must have in common with the other clusters.
+        process: Process of its first rank.
         overlap: Whether it trains on while a push is under way; else it waits for the answer and the version.
-        ahead_steps: With overlap: so many steps at most beyond a push, while the server is there; 0: as many as from
+        ahead_steps: With overlap: largest number of steps beyond a push, while the server is there; 0: as many as from
             one push to the next.
     """
 
@@ -511,12 +511,12 @@ class ClusterMachine:
         """Handles one event; returns the effects in order.
 
         Args:
-            event: What happened.
-            resting: The inner training stands between two steps, and will until the effects are carried out. Freeze and
-                Adopt come only then.
+            event: Event to handle.
+            resting: Whether the inner training is between two steps, and will be until the effects are carried out.
+                Freeze and Adopt come only then.
 
         Raises:
-            ValueError: Positions were trained, or are leased, twice.
+            ValueError: Some positions were trained, or are leased, twice.
         """
         self._out, self._resting = [], resting
         if self.gone:

@@ -19,8 +19,8 @@ class Dealer:
     """Part of the leader that leases samples to the clusters in the job.
 
     Args:
-        desk: The leader's.
-        attendance: Whom samples are dealt to.
+        desk: Desk of the leader.
+        attendance: List of the clusters, to which samples are leased.
     """
 
     def __init__(self, desk: LeaderDesk, attendance: Attendance) -> None:

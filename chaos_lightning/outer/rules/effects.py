@@ -38,9 +38,9 @@ class EntryStored:
     """News that an entry has been stored durably, or was refused.
 
     Attributes:
-        ok: It is durable.
-        detail: Why it was refused.
-        unfit: It fits into no record. Otherwise another leader rules.
+        ok: Whether the entry is durable.
+        detail: Reason for which it was refused.
+        unfit: Whether the entry fits into no record. If it was refused for another reason, another leader rules.
     """
 
     ok: bool
@@ -133,12 +133,12 @@ class Fetched:
     """News that the follower has this push's piece for its shard, verified.
 
     Attributes:
-        push: Which.
-        manifest: Of its content.
-        products: With itself and the pushes that were here before.
-        finite: Whether all of it is.
-        momentum: With the momentum of version `at`, as an exact sum (`HeldShard.lean`).
-        at: Where the state stood then.
+        push: Name of the push.
+        manifest: Manifest of its content.
+        products: Scalar products with itself and the pushes that were here before.
+        finite: Whether all elements of the piece are finite.
+        momentum: Scalar product with the momentum of version `at`, as an exact sum (`HeldShard.lean`).
+        at: Version of the follower's state at that time.
     """
 
     push: PushId
@@ -169,9 +169,9 @@ class Computed:
     """News that the follower's state is at this version.
 
     Attributes:
-        version: Which.
-        momentum: Products of the pushes that are here with its momentum.
-        differs: It was durable once, with other bits.
+        version: Version of the state.
+        momentum: Scalar products of the pushes that are here with the version's momentum.
+        differs: Whether the version was durable once, with other bits.
     """
 
     version: VersionId

@@ -19,8 +19,8 @@ class Ending:
     """Part of the leader that decides on the job's end.
 
     Args:
-        desk: The leader's.
-        attendance: Who may say that it is over.
+        desk: Desk of the leader.
+        attendance: List of the clusters, one of which may say that the job is over.
     """
 
     def __init__(self, desk: LeaderDesk, attendance: Attendance) -> None:

@@ -92,10 +92,11 @@ class ExactSum:
         """Returns the sum from the text that `encode` returned.
 
         Args:
-            text: What came over the wire.
+            text: Text that was received.
 
         Raises:
-            WireError: It is no sum, not in its one form, or larger than any sum of floats.
+            WireError: The text is no sum, is not in the only form that `encode` writes, or is larger than any sum of
+                floats.
         """
         if text == _ZERO:
             return cls()

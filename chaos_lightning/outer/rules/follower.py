@@ -89,20 +89,20 @@ class FollowerMachine:
     """State machine of one follower.
 
     Args:
-        name: Of this follower.
-        nonce: Drawn at its start.
+        name: Name of this follower.
+        nonce: Random text, drawn at its start.
         disk: Versions whose file lies whole on the disk, oldest first.
         endpoint: HOST:PORT where its data connections are taken.
-        process: Its own.
+        process: Process of this follower.
 
     Attributes:
-        term: The highest that it has heard of.
-        version: Where the state stands; NO_VERSION: there is none.
-        disk: Its files; of a version that was cut anew there are two.
-        shard: Which one it holds; -1: none yet.
-        agreement: Of the job; None before its first cluster has come.
-        lost: Why its shard cannot be had any more; "" as long as it can.
-        job_id: Of the job that it obeys a leader of; "": none yet.
+        term: Highest term that it has heard of.
+        version: Version of its state; NO_VERSION: there is no state.
+        disk: Files of its shard; of a version that was cut anew there are two.
+        shard: Number of the shard that it holds; -1: none yet.
+        agreement: Agreement of the job; None before its first cluster has come.
+        lost: Reason for which its shard cannot be had any more; "" as long as it can.
+        job_id: Id of the job whose leader it obeys; "": none yet.
     """
 
     def __init__(

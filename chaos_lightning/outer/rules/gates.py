@@ -81,11 +81,11 @@ class MeasuredPush:
     """Staged push with the scalar products that followers measured, summed over all shards.
 
     Attributes:
-        offer: As its cluster made it.
-        staleness: By how many versions the newest one is ahead of its base.
-        finite: None of its elements is a NaN or infinite.
-        momentum: <D, m>, with m of the newest version.
-        norm2: <D, D>.
+        offer: Offer of the push, as its cluster made it.
+        staleness: Number of versions by which the newest one is ahead of the push's base.
+        finite: Whether none of its elements is a NaN or infinite.
+        momentum: Scalar product <D, m> with the momentum m of the newest version.
+        norm2: Squared norm <D, D>.
     """
 
     offer: Offer
@@ -119,10 +119,10 @@ class Sifted:
     """A gate's decision on the pushes of a round.
 
     Attributes:
-        rejected: Why, by name.
-        gate: What it has seen, this round included.
-        warning: What the user should know; "" for nothing.
-        parts: By name, to which part of its length a push that is let in is shortened.
+        rejected: Reason for each rejected push, by name.
+        gate: Statistics of the gate, this round included.
+        warning: Words to warn the user with; "" for none.
+        parts: Fraction of its length to which a push that is let in is shortened, by name.
     """
 
     rejected: Mapping[PushId, str]

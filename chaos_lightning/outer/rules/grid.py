@@ -108,7 +108,7 @@ class Grid:
         """Returns a shard with the blocks of one tensor.
 
         Raises:
-            ValueError: It has no elements, and so no block.
+            ValueError: The tensor has no elements, and so no block.
         """
         return self.shard(self._firsts[tensor], self._firsts[tensor + 1])
 
@@ -212,11 +212,11 @@ class Shard:
         """Returns a hash, of 32 hex digits, over the division into blocks, the kind of content and the blocks' hashes.
 
         Args:
-            digests: Of each of its blocks, in order.
-            what: In which form they hold it, such as the name of a format: equal bytes may mean different things.
+            digests: Hash of each of the shard's blocks, in order.
+            what: Kind of content, such as the name of a format: equal bytes may mean different things.
 
         Raises:
-            ValueError: Not one hash for each block.
+            ValueError: The number of hashes is not that of the blocks.
         """
         if len(digests) != self.blocks:
             raise ValueError(f"{len(digests)} hashes of {self.blocks} blocks: give one for each")

@@ -42,13 +42,13 @@ class Judgement:
     Pushes are in the order of their names.
 
     Attributes:
-        accepted: With their factors, which add up to 1 where the gate has shortened none.
-        rejected: With reasons.
-        void: With reasons; no round holds them, they are records of their own (O10a).
-        factors: For the followers.
-        counters: After the round.
-        gate: After the round.
-        reason: Why it was decided now, and what came out, warnings included.
+        accepted: Accepted pushes with their factors, which add up to 1 where the gate has shortened none.
+        rejected: Rejected pushes with reasons.
+        void: Void pushes with reasons; no round holds them, they are records of their own (O10a).
+        factors: Factors with which followers compute the version.
+        counters: Counters after the round.
+        gate: Statistics of the gate after the round.
+        reason: Description, for people: why the window closed, and how the pushes were judged, warnings included.
     """
 
     accepted: tuple[Weighed, ...]
@@ -77,13 +77,13 @@ def judge(
     """Decides on all pushes that were collected for a round.
 
     Args:
-        candidates: At most one push of each incarnation, in any order.
-        products: Of each two pushes that are finite.
-        usual: How many clusters train (K, rule O13). If more have pushed in this window, these count.
-        counters: After the round before.
-        gate: After the round before.
-        settings: Of the job.
-        window_reason: Why the window closed.
+        candidates: Measured pushes, at most one of each incarnation, in any order.
+        products: Scalar product of each two pushes that are finite.
+        usual: Number of clusters that train (K, rule O13). If more have pushed in this window, these count.
+        counters: Counters after the round before.
+        gate: Statistics of the gate after the round before.
+        settings: Rules of the job.
+        window_reason: Reason for which the window closed.
     """
     rejected: dict[Offer, str] = {}
     void: dict[Offer, str] = {}

@@ -109,9 +109,10 @@ class LeaderMachine:
     """State machine of a leader. Its caller must feed a TimePassed a few times per heartbeat.
 
     Args:
-        chain: What the store holds.
-        term: This leader's.
-        followers: So many hold a shard each, if they are not cut already; 0: as many as do, one in a new job.
+        chain: Chain of the job, as the store has it.
+        term: Term of this leader.
+        followers: Number of followers that hold a shard each, if the shards are not cut already; 0: as many as do, one
+            in a new job.
     """
 
     def __init__(self, chain: OuterChain, term: int, followers: int = 0) -> None:
@@ -185,7 +186,7 @@ class LeaderMachine:
 
         Args:
             now: Seconds by a clock that never goes back.
-            event: What happened.
+            event: Event to handle.
         """
         desk = self.desk
         desk.out = []

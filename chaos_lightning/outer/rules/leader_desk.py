@@ -15,15 +15,15 @@ class LeaderDesk:
     """State that all parts of a leader share, such as the chain, the clock and the effects to return.
 
     Args:
-        chain: What the store holds.
-        term: This leader's.
+        chain: Chain of the job, as the store has it.
+        term: Term of this leader.
 
     Attributes:
-        settings: The job's rules, once its first cluster has brought them.
+        settings: Rules of the job, once its first cluster has brought them.
         now: Seconds, by a clock that never goes back.
-        begun_s: When this leader began, by the same clock; its own gaps are added.
-        persisting: What is being stored; nothing else is decided meanwhile (O1).
-        done: Why this leader decides nothing more; "" while it does.
+        begun_s: Time when this leader began, by the same clock; its own gaps are added.
+        persisting: Entry that is being stored; nothing else is decided meanwhile (O1).
+        done: Reason for which this leader decides nothing more; "" while it does.
         out: Effects of the event that is being taken in.
     """
 
@@ -100,9 +100,9 @@ class LeaderDesk:
         """Returns in words what another process knows and this chain lacks; "" if nothing.
 
         Args:
-            term: The highest that it has heard of.
-            versions: Those that it knows.
-            answered: Its last push that was answered, of an incarnation that the chain has.
+            term: Highest term that the other process has heard of.
+            versions: Versions that the other process knows.
+            answered: Last push of the other process that was answered, of an incarnation that the chain has.
         """
         if term > self.term:
             return f"a leader with term {term}"

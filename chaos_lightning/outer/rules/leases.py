@@ -64,8 +64,8 @@ def wanted(rate: float, lease_ahead_s: float, held: int) -> int:
     """Returns how many samples to lease to a cluster so that it has enough for `lease_ahead_s` seconds.
 
     Args:
-        rate: What it trains, in samples per second; 0.0 while nothing is measured. Then it gets one step at a time.
-        lease_ahead_s: The while.
+        rate: Samples a second that the cluster trains; 0.0 while nothing is measured. Then it gets one step at a time.
+        lease_ahead_s: Seconds for which the samples should last.
         held: Samples that it holds and has not trained, as far as known.
     """
     return max(0, max(1, math.ceil(rate * lease_ahead_s)) - held)
@@ -251,16 +251,17 @@ class Leases:
         `lease` is called once it is stored.
 
         Args:
-            incarnation: Whose they are to be.
-            samples: How many are wanted; it gets one step at least, and no part of one.
-            batches: What it trains at once.
-            among: Who trains at present, so that rejected positions can wait for another one; all that live by default.
+            incarnation: Incarnation that gets the positions.
+            samples: Number of samples that are wanted; it gets one step at least, and no part of one.
+            batches: Batch sizes of its cluster, in positions.
+            among: Incarnations that train at present, so that rejected positions can wait for another one; by default
+                all that live.
 
         Returns:
             None if too few are free that this one may train, or no samples are asked for.
 
         Raises:
-            ValueError: the incarnation is not in the job.
+            ValueError: The incarnation is not in the job.
         """
         spans = self._for(incarnation, among)
         return self._lease(incarnation, spans, batches.whole(samples, count(spans)) if samples > 0 else 0)

@@ -34,18 +34,18 @@ class ClusterHello:
     """First message of a cluster on a stream.
 
     Attributes:
-        cluster: Its name.
-        place: Where it runs, for people.
-        nonce: Drawn at its start: tells two clusters of one name apart.
-        term: The highest that it has heard of.
-        resume: Who it is; None: it is new.
-        base: The version that it adopted last.
-        newest: The newest version that it was told of.
-        agreement: What it must have in common with the others.
-        process: Of its first rank.
+        cluster: Name of the cluster.
+        place: Description, for people, of the place where it runs.
+        nonce: Random text, drawn at its start: tells two clusters of one name apart.
+        term: Highest term that it has heard of.
+        resume: Incarnation that it is; None: it is new.
+        base: Version that it adopted last.
+        newest: Newest version that it was told of.
+        agreement: Facts that it must have in common with the other clusters.
+        process: Process of its first rank.
         kept: Pushes whose bytes it holds, those of earlier incarnations among them.
-        job_id: The job that it was let into (`OuterChain.job_id`); "": none yet.
-        fetching: The version that it is about to have for its base; NO_VERSION: none.
+        job_id: Id of the job that it was let into (`OuterChain.job_id`); "": none yet.
+        fetching: Version that it is about to have for its base; NO_VERSION: none.
         answered: Number of its last push that was answered; 0: none was.
     """
 
@@ -76,15 +76,15 @@ class Beat:
     """A cluster's heartbeat.
 
     Attributes:
-        incarnation: Who.
+        incarnation: Incarnation that sends the heartbeat.
         rate: Samples a second, as measured; 0.0: not known yet.
         step_rate: Inner steps a second; 0.0: not known yet.
-        base: The version that it adopted last.
+        base: Version that it adopted last.
         left: Samples that it is leased and has not trained.
         pending: Samples that it trained and that no push covers yet.
-        leaving: It was asked to leave.
-        fetching: The version that it is about to have for its base; NO_VERSION: none.
-        batches: How many positions of shared data it trains at once.
+        leaving: Whether it was asked to leave.
+        fetching: Version that it is about to have for its base; NO_VERSION: none.
+        batches: Batch sizes of the cluster, in positions of the shared data.
     """
 
     incarnation: IncarnationId
@@ -126,13 +126,13 @@ class Welcomed:
     """The leader says that a cluster is in.
 
     Attributes:
-        term: The leader's.
-        incarnation: Who it is.
-        first: The number of its next push.
-        version: The newest one that followers serve; NO_VERSION: none at the moment.
-        founded: There is a version; if not, it may found the job.
-        progress: Of the job with that version.
-        job_id: Of the job, which it names from now on.
+        term: Term of the leader.
+        incarnation: Incarnation that the cluster is from now on.
+        first: Number of its next push.
+        version: Newest version that followers serve; NO_VERSION: none at the moment.
+        founded: Whether there is a version; if not, the cluster may found the job.
+        progress: Progress of the job at that version.
+        job_id: Id of the job, which the cluster names in its messages from now on.
     """
 
     term: int
@@ -149,10 +149,10 @@ class Holder:
     """Follower that holds a shard, as a cluster can reach it.
 
     Attributes:
-        name: Its name.
+        name: Name of the follower.
         endpoint: HOST:PORT of its data connections; "" while it is away.
-        key_name: Of the key that the two share; "": none but the token.
-        key: That key.
+        key_name: Name of the key that follower and cluster share; "": none but the token.
+        key: Bytes of that key.
     """
 
     name: str
@@ -191,11 +191,11 @@ class PushAnswered:
     """The leader tells a cluster the answer to its push.
 
     Attributes:
-        term: The leader's.
-        push: Which.
-        answer: What.
-        version: What its round made; NO_VERSION if no round did.
-        reason: Why.
+        term: Term of the leader.
+        push: Name of the push.
+        answer: Answer: accepted, rejected or void.
+        version: Version that its round made; NO_VERSION if no round did.
+        reason: Reason for the answer.
     """
 
     term: int
@@ -318,14 +318,14 @@ class FollowerHello:
     """First message of a follower on a stream.
 
     Attributes:
-        follower: Its name.
-        nonce: Drawn at its start.
-        term: The highest that it has heard of.
+        follower: Name of the follower.
+        nonce: Random text, drawn at its start.
+        term: Highest term that it has heard of.
         disk: Versions whose shard lies whole on its disk, oldest first, with their digests.
-        version: Where its state stands; NO_VERSION: it has loaded none yet.
+        version: Version of its state; NO_VERSION: it has loaded none yet.
         endpoint: HOST:PORT where its data connections are taken.
-        process: Its own.
-        job_id: The job that it obeys a leader of (`OuterChain.job_id`); "": none yet.
+        process: Process of the follower.
+        job_id: Id of the job whose leader it obeys (`OuterChain.job_id`); "": none yet.
     """
 
     follower: str
@@ -343,13 +343,13 @@ class Staged:
     """A follower says that it has all bytes of its piece of a push, verified.
 
     Attributes:
-        follower: Who says so.
-        push: Which.
-        manifest: Of the content, as fetched.
-        products: With itself and with each push that was staged here before.
-        finite: Whether all of it is.
-        momentum: With the momentum of version `at`, as an exact sum (`HeldShard.lean`).
-        at: Where the state stood then.
+        follower: Follower that reports.
+        push: Name of the push.
+        manifest: Manifest of the content, as fetched.
+        products: Scalar products with itself and with each push that was staged here before.
+        finite: Whether all elements of the piece are finite.
+        momentum: Scalar product with the momentum of version `at`, as an exact sum (`HeldShard.lean`).
+        at: Version of the follower's state at that time.
     """
 
     follower: str
@@ -366,10 +366,10 @@ class Applied:
     """A follower says that it has computed its shard of this version and serves it.
 
     Attributes:
-        follower: Who says so.
-        version: Which.
-        momentum: Products of staged pushes with its momentum.
-        differs: The version with which it began to compute other bits than were durable; NO_VERSION: it does not.
+        follower: Follower that reports.
+        version: Version that it has computed.
+        momentum: Scalar products of staged pushes with the version's momentum.
+        differs: Version with which it began to compute other bits than were durable; NO_VERSION: it does not.
     """
 
     follower: str
@@ -422,16 +422,17 @@ class Obey:
     """The leader says that a follower's start is in the chain, so that the follower may obey this leader (O7).
 
     Attributes:
-        term: The leader's.
-        nonce: The follower's, as stored.
-        shard: Which one it holds; -1: none, it stands by.
-        shards: How many there are.
-        agreement: Of the job; None before its first cluster has come.
-        durable: The durable versions with its digests, oldest first.
-        base: What this version holds is never asked for again (`OuterChain.safe`).
-        entries: The versions that were made after it, oldest first.
-        job_id: Of the job, which it names from now on; "" before the first cluster has come.
-        open: The next push to be answered of each incarnation that is in: no round takes others that no version holds.
+        term: Term of the leader.
+        nonce: Nonce of the follower, as stored.
+        shard: Number of the shard that it holds; -1: none, it stands by.
+        shards: Number of shards.
+        agreement: Agreement of the job; None before its first cluster has come.
+        durable: Durable versions with the digests of its shard, oldest first.
+        base: Version whose pushes are never asked for again (`OuterChain.safe`).
+        entries: Entries of the versions that were made after `base`, oldest first.
+        job_id: Id of the job, which the follower names in its messages from now on; "" before the first cluster has
+            come.
+        open: Next push to be answered of each incarnation that is in: no round takes others that no version holds.
     """
 
     term: int
@@ -507,10 +508,10 @@ class LineKey:
     """Key for data connections between a follower and a process of a cluster.
 
     Attributes:
-        term: The leader's.
-        peer: Who will dial.
-        name: Of the key.
-        key: The key.
+        term: Term of the leader.
+        peer: Name of the cluster's process that will dial.
+        name: Name of the key.
+        key: Bytes of the key.
     """
 
     term: int

@@ -34,10 +34,10 @@ def impossible(offer: Offer, counters: Counters, settings: OuterSettings, *, sha
     """Returns why no cluster can have trained what this offer claims; "" if it is possible.
 
     Args:
-        offer: What is offered.
-        counters: The job's, before it.
-        settings: The job's rules.
-        shared: Clusters share the data, so that leases bound the samples.
+        offer: Offer to check.
+        counters: Counters of the job before the offer.
+        settings: Rules of the job.
+        shared: Whether clusters share the data, so that leases bound the samples.
     """
     samples, steps = offer.samples, offer.steps
     if samples < 0 or steps < 0:

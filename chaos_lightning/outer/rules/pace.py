@@ -26,8 +26,8 @@ def local_steps(
     Args:
         steps_per_s: Measured inner rate of each cluster that trains; 0.0 where none is known yet, which counts as the
             average of the others.
-        before: What each did last; who is not in it may do any number.
-        inner_steps: H.
+        before: Number of steps that each cluster was given last; one that is not in it may get any number.
+        inner_steps: Number of inner steps (H) of a usual cluster from one push to the next.
     """
     known = [rate for rate in steps_per_s.values() if 0 < rate < math.inf]
     usual = math.fsum(known) / len(known) if known else 1.0

@@ -43,9 +43,9 @@ def plain(hint: Any, value: Any) -> Any:
     """Converts a value of a known type into plain JSON values.
 
     Args:
-        hint: Its type: a dataclass, a union of dataclasses and None, an enum, a tuple of one type or of several, a
-            list, a dictionary, or a scalar.
-        value: Of that type.
+        hint: Type of the value: a dataclass, a union of dataclasses and None, an enum, a tuple of one type or of
+            several, a list, a dictionary, or a scalar.
+        value: Value of that type.
     """
     if value is None:
         return None
@@ -120,7 +120,7 @@ def read_text(hint: type[T], data: bytes) -> T:
     """Returns the value from the text that `text_of` returned.
 
     Raises:
-        WireError: It is malformed.
+        WireError: The text is malformed.
     """
     try:
         found: T = built(hint, json.loads(data))

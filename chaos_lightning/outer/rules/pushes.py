@@ -41,12 +41,12 @@ class Pushes:
     """Pushes that clusters offer, and what the leader decides on them.
 
     Args:
-        desk: The leader's.
-        shards: Where pushes are staged.
-        attendance: Whose they are.
+        desk: Desk of the leader.
+        shards: Followers and shards, at which pushes are staged.
+        attendance: List of the clusters, which offer the pushes.
 
     Attributes:
-        rounds: Windows and judgements.
+        rounds: Part of the leader that collects pushes and decides rounds.
     """
 
     def __init__(self, desk: LeaderDesk, shards: Shards, attendance: Attendance) -> None:

@@ -42,16 +42,16 @@ class RankSays:
     """Message of one rank in a commit.
 
     Attributes:
-        holds: The version that it has got.
-        frozen: The push that it has encoded, and the manifest.
-        samples: That its part of the step used.
+        holds: Version that the rank has got.
+        frozen: Push that it has encoded, and the manifest.
+        samples: Number of samples that its part of the step used.
         rates: Samples and steps a second, as it measures.
-        over: Why the loop of all ranks is over; "" before.
-        leaves: The cluster is to leave.
-        failed: Why the server will not have this cluster, or why this rank cannot go on.
-        events: What the machines are to hear, if it is the first rank.
-        batches: How many positions of shared data it trains at once.
-        held: It was asked to leave after the loop of all ranks, and has not been let go.
+        over: Reason for which the loop of all ranks is over; "" before.
+        leaves: Whether the cluster is to leave.
+        failed: Reason for which the server will not have this cluster, or this rank cannot go on.
+        events: News for the machines of all ranks; only from the first rank.
+        batches: Batch sizes of the rank, in positions of the shared data.
+        held: Whether it was asked to leave after the loop of all ranks, and has not been let go.
     """
 
     holds: VersionId = NO_VERSION
@@ -89,7 +89,7 @@ class LeasedTape:
 
         Args:
             free: Leased positions that no push covers, by epoch.
-            anew: What was leased before is not any more.
+            anew: Whether earlier leases hold no more.
         """
         epoch = min(free, default=self.tape.epoch)
         if (anew and self.tape.pieces) or (epoch != self.tape.epoch and self.used_up):
@@ -156,12 +156,12 @@ class RanksMachine:
     """State machine of a cluster with several ranks; each rank has one, and all are in the same state.
 
     Args:
-        machine: Of the cluster.
+        machine: State machine of the cluster.
 
     Attributes:
-        machine: Of the cluster; another one after its incarnation ended.
+        machine: State machine of the cluster; another one after its incarnation ended.
         leased: Positions to train; None where the cluster has its own data.
-        over: Why the cluster's part is over; "" while it goes on.
+        over: Reason for which the cluster's part is over; "" while it goes on.
         having: Ranks that said in the last commit that they have the version which is wanted.
     """
 
@@ -183,9 +183,9 @@ class RanksMachine:
         """Handles a commit of the ranks' job; yields effects, each to be carried out before the next one is asked for.
 
         Args:
-            ranks: Who contributed, in rank order.
-            said: What each of them says.
-            steps: Inner steps that it is: 1, or 0.
+            ranks: Ranks that contributed, in rank order.
+            said: Message of each of these ranks.
+            steps: Number of inner steps in the commit: 1, or 0.
             spent: Places on the tape that are spent with it, if it is a step.
 
         Raises:

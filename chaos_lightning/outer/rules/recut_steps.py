@@ -60,10 +60,10 @@ class Write:
     """Step that assembles a shard of a version from old files and writes it durably; its result is the digest.
 
     Attributes:
-        follower: In whose folder; beside the files that lie there.
-        version: Which.
-        shard: Likewise.
-        sources: All that hold something of it, in the order of shards.
+        follower: Follower in whose folder to write; the files that lie there stay.
+        version: Version to write.
+        shard: Shard to write.
+        sources: All old files that hold something of the shard, in the order of shards.
     """
 
     follower: str
@@ -115,8 +115,8 @@ def recut_steps(job: str, names: Sequence[str]) -> Steps:
     """Yields the steps that cut a job's shards anew for these followers; returns what was done, or "".
 
     Args:
-        job: Its name.
-        names: Of the followers from now on; of the last ones no shard is left if there are fewer blocks.
+        job: Name of the job.
+        names: Names of the followers from now on; if there are fewer blocks than followers, the last ones get no shard.
 
     Raises:
         ConfigurationError: Files of a follower that holds a shard are not here.

@@ -44,11 +44,11 @@ class Rounds:
     """Part of the leader that collects pushes and decides rounds.
 
     Args:
-        chain: Of the job.
+        chain: Chain of the job.
 
     Attributes:
-        rates: What rounds taught of arrivals.
-        waits: Why no round is decided at the moment; "" if nothing is staged.
+        rates: Estimates of the times between pushes, from past rounds.
+        waits: Reason for which no round is decided at the moment; "" if nothing is staged.
     """
 
     def __init__(self, chain: OuterChain) -> None:
@@ -73,13 +73,13 @@ class Rounds:
         """Returns the round, or another decision on staged pushes, that is due now; None if there is none.
 
         Args:
-            now_s: By the leader's clock.
-            offers: That all shards have, in the order of their names.
-            rows: What followers say of them.
-            training: Who trains (O13).
-            in_s: When pushes that are under way will be in.
+            now_s: Present time, s, by the leader's clock.
+            offers: Offers of pushes that all shards have, in the order of their names.
+            rows: Reports of the followers on each push.
+            training: Incarnations that train (O13).
+            in_s: Time, s, at which the push of each incarnation that is under way will be in.
             again: Pushes that a rollback opened again: they are not void for their age, since later ones stand on them.
-            settings: Of the job.
+            settings: Rules of the job.
         """
         staged = {offer.push.incarnation for offer in offers}
         if not offers:

@@ -56,12 +56,12 @@ class Shards:
     """Followers and shards, as the leader knows them.
 
     Args:
-        desk: The leader's.
-        wanted: So many followers were asked for; 0: as many as hold shards, one in a new job.
+        desk: Desk of the leader.
+        wanted: Number of followers that were asked for; 0: as many as hold shards, one in a new job.
 
     Attributes:
-        followers: By name; those that stand by, too.
-        served: The newest version that all shards serve.
+        followers: State of each follower, by name; of those that stand by, too.
+        served: Newest version that all shards serve.
     """
 
     def __init__(self, desk: LeaderDesk, wanted: int) -> None:

@@ -43,9 +43,9 @@ def summary_of(chain: OuterChain, bases: Collection[VersionId], versions: int = 
     """Returns a summary entry for this chain.
 
     Args:
-        chain: It has a second newest durable version, and has not ended.
-        bases: What somebody may name as the base of its next push, beside the newest versions.
-        versions: So many of these.
+        chain: Chain that has a second newest durable version, and has not ended.
+        bases: Versions, beside the newest ones, that may be named as the base of a next push.
+        versions: Number of newest versions that may be named so.
     """
     kept = {version.id: version for version in chain.since(chain.safe)}
     if chain.safe in chain.versions:
@@ -99,12 +99,12 @@ class Summaries:
     """Part of the leader that makes a summary of the chain now and then.
 
     Args:
-        desk: The leader's.
-        attendance: What living clusters have for their base.
+        desk: Desk of the leader.
+        attendance: List of the clusters, with their bases.
 
     Attributes:
-        every: Entries from one summary to the next.
-        versions: See `summary_of`.
+        every: Number of entries from one summary to the next.
+        versions: Number of newest versions that a summary keeps as bases.
     """
 
     def __init__(self, desk: LeaderDesk, attendance: Attendance) -> None:

@@ -95,12 +95,12 @@ class Offer:
     """Push as its cluster offers it to the leader.
 
     Attributes:
-        push: Its name; it stands for one content.
-        base: The version that it is the delta to; NO_VERSION for the first content of a job.
+        push: Name of the push; it stands for one content.
+        base: Version that it is the delta to; NO_VERSION for the first content of a job.
         manifest: Hash of the hashes of its blocks.
-        samples: How many it covers (T).
-        steps: How many inner steps it covers (h).
-        covers: The positions, by epoch, in order; empty where each cluster has its own data.
+        samples: Number of samples that it covers (T).
+        steps: Number of inner steps that it covers (h).
+        covers: Positions that it covers, by epoch, in order; empty where each cluster has its own data.
     """
 
     push: PushId
@@ -156,9 +156,9 @@ class Counters:
     """Counters of the outer optimizer: samples since the momentum moved last, and the job's clock.
 
     Attributes:
-        pending: a, in samples.
-        samples: Of all accepted pushes.
-        ticks: The clock, in inner steps of a synchronous job times `TICKS`.
+        pending: Samples since the momentum moved last (a).
+        samples: Samples of all accepted pushes.
+        ticks: Clock of the job, in inner steps of a synchronous job times `TICKS`.
     """
 
     pending: int = 0
@@ -175,8 +175,8 @@ class RefusedRow:
     """Count of a cluster's pushes in a row that the gate found too long or pointing the wrong way.
 
     Attributes:
-        cluster: Whose, under any of its incarnations.
-        times: How many since one of it passed as it was; those that grew do not count.
+        cluster: Name of the cluster, under any of its incarnations.
+        times: Number of such pushes since one of the cluster passed as it was; those that grew do not count.
         size: x of the shortest one since they grew last (gates.py).
     """
 
@@ -190,7 +190,7 @@ class GateState:
     """Statistics of the gate on accepted pushes: on x_j, the logarithm of their length (gates.py).
 
     Attributes:
-        count: How many since it began to warm up.
+        count: Number of accepted pushes since the gate began to warm up.
         mean: Moving average of x.
         variance: Moving variance of x.
         in_a_row: Pushes that were too long since the last one that was let in as it is, of all clusters.
@@ -213,10 +213,10 @@ class PacedCluster:
     """Pace of a cluster: its measured speed, and the number of inner steps that it shall make for each push.
 
     Attributes:
-        incarnation: Who.
+        incarnation: Incarnation of the cluster.
         steps: Inner steps from one of its pushes to the next (H_j); 0: as agreed.
         rate: Samples a second, as it measured; 0.0: not known.
-        step_rate: Inner steps a second, likewise.
+        step_rate: Inner steps a second, as it measured; 0.0: not known.
     """
 
     incarnation: IncarnationId
@@ -230,9 +230,9 @@ class JobProgress:
     """Progress of a job at a version.
 
     Attributes:
-        samples: Of all accepted pushes.
-        ticks: The clock, in inner steps of a synchronous job times `TICKS`.
-        epoch: The one whose positions are leased; 0 where each cluster has its own data.
+        samples: Samples of all accepted pushes.
+        ticks: Clock of the job, in inner steps of a synchronous job times `TICKS`.
+        epoch: Epoch whose positions are leased; 0 where each cluster has its own data.
     """
 
     samples: int = 0
@@ -273,12 +273,12 @@ class Agreement:
 
     Attributes:
         tensors: Parameters, then reduced buffers, in the fixed order.
-        averaged: So many of them, the last ones, are buffers: averaged by weight, without momentum.
+        averaged: Number of tensors, the last ones, that are buffers: averaged by weight, without momentum.
         block: Elements of a block of the grid.
-        codec: Of pushes and versions.
+        codec: Codec of pushes and versions.
         length: Positions of an epoch that clusters share; 0: each cluster has its own data.
-        settings: The job's rules (`OuterSettings.words`).
-        words: What else must be equal, by name, such as the seed or a tokenizer's hash.
+        settings: Rules of the job (`OuterSettings.words`).
+        words: Further facts that must be equal, by name, such as the seed or a tokenizer's hash.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -330,9 +330,9 @@ class JobOpened:
     """Entry: the job's first cluster has brought the agreement. This entry's hash names the job.
 
     Attributes:
-        agreement: What all clusters have in common.
-        by: The first cluster, and where it ran.
-        nonce: That cluster's: no other job has the same first entry.
+        agreement: Facts that all clusters have in common.
+        by: Name of the first cluster, and the place where it ran.
+        nonce: Nonce of that cluster: no other job has the same first entry.
     """
 
     agreement: Agreement
@@ -353,9 +353,9 @@ class Cut:
     """Entry: followers that hold the shards, in shard order; the shards' boundaries follow from their number (O15).
 
     Attributes:
-        followers: In shard order.
-        durable: Where others held other shards before: durable versions that lie whole on the disks of these, oldest
-            first, with the digests of the new shards.
+        followers: Names of the followers, in shard order.
+        durable: Durable versions that lie whole on the disks of these followers, oldest first, with the digests of the
+            new shards; only if other followers held other shards before.
     """
 
     followers: tuple[str, ...]
@@ -367,10 +367,11 @@ class Joined:
     """Entry: a cluster has joined as a new incarnation.
 
     Attributes:
-        incarnation: Its name.
-        place: Where it runs, for people.
+        incarnation: Name of the incarnation.
+        place: Description, for people, of the place where it runs.
         first: Number of its first push.
-        process: Its first process, whose death any leader on that machine can see; None where it has several.
+        process: First process of the cluster, whose death any leader on that machine can see; None where it has
+            several.
     """
 
     incarnation: IncarnationId
@@ -427,15 +428,15 @@ class Round:
     """Entry: a decision on pushes, which makes a version.
 
     Attributes:
-        number: Of the version.
-        before: The version that it is computed from.
-        accepted: In the order of their names.
-        rejected: Likewise.
-        factors: For the followers.
-        counters: After it.
-        gate: After it.
-        reason: Why it was decided now, and by what.
-        rates: What the rounds before it taught of arrivals (O12).
+        number: Number of the version.
+        before: Version that it is computed from.
+        accepted: Accepted pushes, in the order of their names.
+        rejected: Rejected pushes, in the order of their names.
+        factors: Factors with which followers compute the version.
+        counters: Counters after the round.
+        gate: Statistics of the gate after the round.
+        reason: Description, for people: why the window closed, and how the pushes were judged.
+        rates: Estimates of the times between pushes, from the rounds before it (O12).
         paced: Clusters that train, from it on (O12).
     """
 
@@ -464,10 +465,10 @@ class RolledBack:
     """Entry: a new version with the content of an older one, since a piece of a decided push is lost (O5a).
 
     Attributes:
-        number: Of the version.
-        to: Whose content it has.
+        number: Number of the version.
+        to: Version whose content it has.
         lost: Pushes that nobody can offer again.
-        reason: What was lost, and what it cost.
+        reason: Description of the loss and its cost.
     """
 
     number: int
@@ -481,8 +482,8 @@ class Ended:
     """Entry: the job has ended with this version, which is durable, and with it all incarnations (O16).
 
     Attributes:
-        version: The last one.
-        reason: Why it ended.
+        version: Last version of the job.
+        reason: Reason for the end.
         voided: Pushes that were offered and are not in it.
     """
 
@@ -528,9 +529,9 @@ class Entry:
     """Entry of the chain, with its position, its term and the hash of its predecessor.
 
     Attributes:
-        position: From 1 on.
-        term: Of the leader that wrote it.
-        body: What it says.
+        position: Position in the chain, from 1 on.
+        term: Term of the leader that wrote it.
+        body: Content of the entry.
         before: Hash of the entry before; "" for the first one.
     """
 

@@ -37,9 +37,10 @@ class Due:
     """Decision whether to stop collecting pushes and make a round of them.
 
     Attributes:
-        closes: Now.
-        reason: Why it does, or for what it waits.
-        usual: K of the round: how many train that the window knows of, and who is in beside.
+        closes: Whether to stop now.
+        reason: Reason to stop, or what the window waits for.
+        usual: Number of clusters (K) of the round: those that train and that the window knows of, and all whose push is
+            in.
     """
 
     closes: bool
@@ -52,10 +53,10 @@ class Window:
     """Time in which pushes for one round are collected. A new leader begins a new one (O12).
 
     Attributes:
-        opened_s: When, by the leader's own clock.
-        deadline_s: Until when it waits at most, by the same clock; infinite for `sync`.
-        known: Who trained at its opening.
-        why: What the deadline is made of.
+        opened_s: Time, s, when the window opened, by the leader's own clock.
+        deadline_s: Time, s, until which it waits at most, by the same clock; infinite for `sync`.
+        known: Incarnations that trained when it opened.
+        why: Words that explain the deadline.
     """
 
     opened_s: float
@@ -70,10 +71,10 @@ class Window:
         """Returns a window that begins now, with the first staged push.
 
         Args:
-            now_s: By the leader's clock.
-            training: Who trains (O13).
-            rates: What earlier rounds taught.
-            settings: Of the job.
+            now_s: Present time, s, by the leader's clock.
+            training: Incarnations that train (O13).
+            rates: Estimates of the times between pushes, from earlier rounds.
+            settings: Rules of the job.
         """
         known = frozenset(training)
         if settings.policy == "sync":
@@ -102,10 +103,10 @@ class Window:
         """Returns whether to stop collecting pushes now, and why.
 
         Args:
-            now_s: By the leader's clock.
-            training: Who trains now (O13).
-            staged: Whose push is staged by all shards.
-            in_s: When a push that is under way will be in, by the leader's clock.
+            now_s: Present time, s, by the leader's clock.
+            training: Incarnations that train now (O13).
+            staged: Incarnations whose push is staged by all shards.
+            in_s: Time, s, at which the push of each incarnation that is under way will be in, by the leader's clock.
         """
         usual = self.known & training | staged
         if not staged:

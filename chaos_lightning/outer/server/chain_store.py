@@ -34,12 +34,12 @@ def load_chain(store: Store, after: OuterChain | None = None) -> OuterChain:
     """Returns the state of the chain that the store contains.
 
     Args:
-        store: Of outer sync's chain.
-        after: Read before, to be continued.
+        store: Store of outer sync's chain.
+        after: Chain that was read before, to be continued.
 
     Raises:
         StoreError: The store fails, or holds something else.
-        ReadAnewError: What follows `after` is not there any more.
+        ReadAnewError: The entries that follow `after` are not there any more.
     """
     chain = OuterChain() if after is None else after
     _, records = store.read(chain.position)
@@ -94,7 +94,7 @@ class ChainStore:
 
         Raises:
             OversizeError: The store takes no record of this size.
-            StoreError: It has taken nothing for some seconds.
+            StoreError: The store has taken nothing for some seconds.
             WireError: The entry fits into no record.
         """
         started, told = time.monotonic(), ""

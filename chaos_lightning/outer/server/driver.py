@@ -38,7 +38,7 @@ class OuterDriver:
     """Driver of a leader's state machine. Methods may only be called in one asyncio loop.
 
     Args:
-        store: Where entries go.
+        store: Store of the chain, which gets the entries.
         keys: Tells both ends of data connections their keys.
         emit: Takes (event name, fields) for the event log.
     """

@@ -61,7 +61,7 @@ class LeaderConfig:
     """Settings of a leader's process, without the job's rules, which are in its chain.
 
     Attributes:
-        options: Its options, as the user gave them.
+        options: Options of the leader, as the user gave them.
         host: Address to listen on.
         port: Port; 0 takes a free one.
         secret: Cluster token, or credentials with a folder of keys; b"" only on loopback.
@@ -77,10 +77,10 @@ class OuterServer:
     """Process of one leader. `start` and `stop` may only be called in one asyncio loop.
 
     Args:
-        config: How to behave.
+        config: Settings of this process.
         open_store: Opens the store of the chain; called when this process leads.
-        events: Its event log.
-        standing: Where several leaders stand by for each other: this one leads once it is elected.
+        events: Event log of this process.
+        standing: Candidacy of this process, where several leaders stand by for each other: it leads once it is elected.
     """
 
     def __init__(

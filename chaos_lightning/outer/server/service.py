@@ -37,11 +37,11 @@ class OuterService(ParameterServerServicer):  # type: ignore[misc]
     """Service of a leader, with its calls.
 
     Attributes:
-        streams: Of clusters and followers.
-        waits: Why this process does not lead, and who does ("" if nobody); None: it leads.
-        facts: What Facts says.
-        end_job: Ends the job for a reason; whether that was done, and words.
-        peer: Who makes a call, in words.
+        streams: Streams of clusters and followers.
+        waits: Returns why this process does not lead, and who does ("" if no process does); None: it leads.
+        facts: Returns the reply to a Facts call.
+        end_job: Ends the job for a reason; returns whether that was done, and words.
+        peer: Returns in words which client makes a call.
     """
 
     streams: ClientStreams

@@ -37,12 +37,12 @@ class OuterCandidacy:
     """Candidacy of one leader in an election by etcd. Methods may be called from any thread.
 
     Args:
-        address: Where etcd is (etcd://...).
-        job: Whose leader is elected.
-        keep_finished: Serve the chain of a job that has ended, instead of beginning the job anew.
+        address: Address of etcd (etcd://...).
+        job: Name of the job whose leader is elected.
+        keep_finished: Whether to serve the chain of a job that has ended, instead of beginning the job anew.
 
     Raises:
-        ConfigurationError: The address is none, or a file of it cannot be read.
+        ConfigurationError: The address is not valid, or a file that it names cannot be read.
     """
 
     def __init__(self, address: str, job: str, *, keep_finished: bool) -> None:
@@ -59,9 +59,9 @@ class OuterCandidacy:
         """Takes part in the election; callbacks are called in its thread.
 
         Args:
-            endpoint: Where others reach this candidate.
-            on_elected: It leads now.
-            on_lost: It leads no more; why.
+            endpoint: HOST:PORT at which other processes reach this candidate.
+            on_elected: Called when this candidate becomes the leader.
+            on_lost: Called with the reason when this candidate leads no more.
             note: Takes (event name, fields) for the event log.
         """
 

@@ -44,7 +44,7 @@ class ClientStream:
     """Open stream of one client.
 
     Args:
-        conn: By which the machine knows it.
+        conn: Number by which the leader's state machine knows the stream.
         call: "Attend" or "Follow".
         peer: Address, as gRPC tells it.
     """
@@ -66,7 +66,7 @@ class ClientStream:
         """Learns from a stream's first message who speaks, and rejects later messages that speak for someone else.
 
         Raises:
-            WireError: It speaks for somebody else, or does not say who it is.
+            WireError: The message speaks for another client, or does not say who sends it.
         """
         match message:
             case ClusterHello(cluster=said, process=process) | FollowerHello(follower=said, process=process):

@@ -33,8 +33,8 @@ class EndedFolder:
     """Folder of a job that has ended.
 
     Attributes:
-        path: Where it is.
-        nbytes: Of its files.
+        path: Path of the folder.
+        nbytes: Size of its files, in bytes.
         goes_at: Wall time (s) from which on a server that starts removes it.
     """
 
@@ -53,7 +53,7 @@ def ended_folders(folder: Path) -> list[EndedFolder]:
     """Returns the folders, beside a server's own, whose jobs have ended and that will be removed one day.
 
     Args:
-        folder: The server's own.
+        folder: Folder of the server.
     """
     found = []
     for path in _beside(folder):
@@ -67,7 +67,7 @@ def clean_up(folder: Path, now: float) -> list[EndedFolder]:
     """Removes the folders that are due for it, and returns them.
 
     Args:
-        folder: The server's own, which stays.
+        folder: Folder of the server, which stays.
         now: Wall time, s.
     """
     gone = []
