@@ -58,12 +58,12 @@ class Watch:
 
     Args:
         module: The model.
-        averaged: Its buffers that are averaged with each step.
+        averaged: Buffers of the model that are averaged with each step.
         named_by: Setting by which a user has buffers averaged, for messages.
         parameters: Whether parameters are watched, too.
 
     Attributes:
-        closely: In the present batch what costs more is looked at, too.
+        closely: Whether the present batch gets the checks that cost more (digests), too.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Watch:
             where: Name of the code, for the message.
 
         Raises:
-            UnsupportedError: It changed something that no step averages.
+            UnsupportedError: The code changed a tensor that no step averages.
         """
         if found := self.changed():
             raise UnsupportedError(self.words(found, where))

@@ -664,9 +664,9 @@ class Differs:
     6b).
 
     Attributes:
-        member: Whose contribution it is.
-        reason: What of it differs, with both values and what to do.
-        rejoin: Its state is not the job's, and it gets that by joining again; else its script is another.
+        member: Id of the member whose contribution differs.
+        reason: Text that says what differs, with both values and what to do.
+        rejoin: Whether the member's state is not the job's, so that it must join again; else its script is another.
     """
 
     member: str
