@@ -131,11 +131,11 @@ class Agent(threading.Thread):
         endpoints: HOST:PORT of the scheduler, or of all that stand by for each other.
         token: Cluster token (b"" for none), or credentials.
         hello_factory: Makes the Hello of each connection (`MemberMachine.knowledge`). Sets `resume` to the member's id
-            as soon as it has one; a scheduler that does not know it welcomes who stands in no view anew.
+            as soon as it has one; one that does not know it welcomes a member that is in no view as a new one.
         on_message: Takes each message of the scheduler, in this thread.
         on_state: Takes each change of state (see the module), in this thread.
         heartbeat: Makes a Heartbeat, in this thread.
-        connect_timeout_s: How long to try before the first Welcome or final answer.
+        connect_timeout_s: Seconds to try before the first Welcome or final answer.
         revive: Called in a helper thread when the scheduler does not answer; may start one (control/hosting.py).
     """
 

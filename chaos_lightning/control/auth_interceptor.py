@@ -31,9 +31,9 @@ class Service:
     """A gRPC service to be served, and which roles may make its calls.
 
     Attributes:
-        name: Its full name, as in its .proto.
-        rights: Who may make which call.
-        add: Puts its handlers into a gRPC server.
+        name: Full name of the service, as in its .proto.
+        rights: Roles that may make a call, by name of the call.
+        add: Puts the service's handlers into a gRPC server.
         encoded: Calls that answer with bytes, encoded already.
     """
 

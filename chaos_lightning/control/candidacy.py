@@ -36,12 +36,12 @@ class EtcdCandidacy:
     """Candidacy of one scheduler in an election by way of etcd. Methods may be called from any thread.
 
     Args:
-        address: Where etcd is.
-        job: Whose leader is elected.
+        address: Address of etcd.
+        job: Name of the job whose leader is elected.
         keep_finished: Serve a finished chain instead of beginning the job anew.
         followed: This process was a candidate before: what it began with is not what the job is now, so it begins no
             finished job anew and brings no rules.
-        finished_s: For so long after its end a job is told as finished.
+        finished_s: Seconds after a job's end for which newcomers are told that it has finished.
         lease_s: Duration of leases.
 
     Raises:
@@ -81,7 +81,7 @@ class EtcdCandidacy:
         """Takes part in the election, and calls back from its thread.
 
         Args:
-            endpoint: Where members reach this candidate.
+            endpoint: HOST:PORT at which members reach this candidate.
             on_elected: Called when this candidate has been elected.
             on_lost: Called with the reason when this candidate has lost the lead.
             note: Takes (event name, fields) for the event log.

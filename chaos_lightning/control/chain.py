@@ -138,8 +138,8 @@ def judge(tip: Tip, term: int, entry: ChainEntry, seen: Tip | None = None) -> Ap
 
     Args:
         tip: The end of the chain as it is.
-        term: The writer's.
-        entry: What it writes.
+        term: Term of the writer.
+        entry: Entry to append.
         seen: The end of the chain as the writer saw it last.
     """
     refused = outranked(tip.end, term, seen.end if seen is not None else None)
@@ -507,8 +507,8 @@ def open_chain(options: SchedulerOptions, *, read_only: bool) -> JobChain | None
     """Opens the chain that a scheduler's options name; None if it is kept in memory, or its file does not exist.
 
     Args:
-        options: Of a scheduler.
-        read_only: A file is only read; else nobody else may write to it meanwhile.
+        options: Options of a scheduler.
+        read_only: Whether a file is only read; else no other process may write to it meanwhile.
 
     Raises:
         ConfigurationError, StoreError: The store cannot be used.

@@ -36,7 +36,7 @@ class ChainWriter:
     Args:
         open_store: Opens the store that decisions go to; called once, in the store's thread.
         emit: Takes (event name, fields) for the event log.
-        owed: What this process could not write down when it led last.
+        owed: End of a job that this process could not store when it led last; None if there is none.
     """
 
     def __init__(self, open_store: StoreFactory, emit: Callable[..., None], owed: Owed | None = None) -> None:
@@ -99,10 +99,10 @@ class ChainWriter:
 
         Args:
             effect: The decision.
-            final: What is owed until it is written, if it is the end of the job.
+            final: The job's end, which is owed until it is stored; None if the decision is not the end.
 
         Raises:
-            OversizeError: It fits into no record.
+            OversizeError: The decision fits into no record.
             StoreError: The store has taken nothing for some seconds.
         """
         if final is not None:

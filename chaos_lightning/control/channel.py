@@ -124,17 +124,17 @@ def ask_leader(
     """Calls the server at `endpoint`, or of several the one that leads; returns its answer.
 
     Args:
-        endpoint: One, or several with commas.
+        endpoint: HOST:PORT, or several with commas.
         token: Cluster token, or credentials.
-        timeout_s: For all of it.
-        method: Of the stub.
-        request: What it takes.
-        stub: Of the service.
-        what: The server, in words.
+        timeout_s: Seconds for the whole call, all servers together.
+        method: Name of the stub's method.
+        request: Request message of the method.
+        stub: Makes the service's stub from a channel.
+        what: Text that names the server, for errors.
 
     Raises:
-        SchedulerUnreachableError: Nobody answered in time.
-        RefusedError: Somebody did, but does not accept the credentials (or we not its), or is no such server.
+        SchedulerUnreachableError: No server answered in time.
+        RefusedError: The server that answered does not accept the credentials (or we not its), or is of another kind.
     """
     deadline = time.monotonic() + timeout_s
     waiting, asked = list(split_endpoints(endpoint)), set[str]()
@@ -164,16 +164,16 @@ def fetch_status(
     """Returns a scheduler's status as a dictionary (see SchedulerServer.status).
 
     Args:
-        endpoint: One, or several with commas: the first one that answers, unless another one leads.
+        endpoint: HOST:PORT, or several with commas: the first one that answers, unless another one leads.
         token: Cluster token, or credentials.
-        timeout_s: For all of it.
-        follow: Ask the one that leads, if that is another one and it answers. A standby that does not know who leads,
+        timeout_s: Seconds for the whole call, all servers together.
+        follow: Ask the scheduler that leads, if it is another one and answers. A standby that does not know who leads,
             or names one that is gone, is no reason to stop: the others are asked, too.
-        page: Of a large job this page of its members, from 1 on; 0: counts, and what is not as it should be.
+        page: Page of a large job's members, from 1 on; 0: counts, and what is not as it should be.
 
     Raises:
-        SchedulerUnreachableError: Nobody answered in time.
-        RefusedError: Somebody did, but does not accept the credentials (or we not its), or is no scheduler.
+        SchedulerUnreachableError: No scheduler answered in time.
+        RefusedError: The server that answered does not accept the credentials (or we not its), or is no scheduler.
     """
 
     def status(place: str, left_s: float) -> dict[str, Any]:
@@ -204,8 +204,8 @@ def facts_of_leader(ask: Callable[[str, float], dict[str, Any]], endpoint: str, 
     Args:
         ask: Takes an endpoint (or several) and how long it may take (s); the facts have `role`, `endpoint` and of a
             standby `leader`.
-        endpoint: One, or several with commas.
-        timeout_s: For all of it.
+        endpoint: HOST:PORT, or several with commas.
+        timeout_s: Seconds for the whole call, all servers together.
     """
     deadline = time.monotonic() + timeout_s
     facts = ask(endpoint, timeout_s)
@@ -229,7 +229,7 @@ def drain(endpoint: str, name: str, token: Secret = b"", timeout_s: float = 5.0)
 
     Raises:
         RefusedError: There is no such member; the message lists those present.
-        SchedulerUnreachableError: Nobody answered in time.
+        SchedulerUnreachableError: No scheduler answered in time.
     """
     reply = ask_leader(endpoint, token, timeout_s, "Drain", chaos_pb2.DrainRequest(name=name))
     if not reply.asked:
@@ -243,7 +243,7 @@ def change_link(endpoint: str, a: str, b: str, *, add: bool, token: Secret = b""
 
     Raises:
         RefusedError: The link cannot be changed; the message says why.
-        SchedulerUnreachableError: Nobody answered in time.
+        SchedulerUnreachableError: No scheduler answered in time.
     """
     return _granted(
         ask_leader(endpoint, token, timeout_s, "ChangeLink", chaos_pb2.LinkChangeRequest(a=a, b=b, add=add))
@@ -254,8 +254,8 @@ def reset(endpoint: str, *, force: bool = False, token: Secret = b"", timeout_s:
     """Asks a scheduler to end its job; returns its answer, which says what was ended.
 
     Raises:
-        RefusedError: It cannot be; the message says why.
-        SchedulerUnreachableError: Nobody answered in time.
+        RefusedError: The job cannot be ended; the message says why.
+        SchedulerUnreachableError: No scheduler answered in time.
     """
     return _granted(ask_leader(endpoint, token, timeout_s, "Reset", chaos_pb2.ResetRequest(force=force)))
 

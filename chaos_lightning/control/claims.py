@@ -156,9 +156,10 @@ def ask(endpoint: str, secret: Secret, job: str, timeout_s: float) -> Claim:
     """Asks the scheduler at `endpoint` to hold a number for this process; returns the number.
 
     Raises:
-        SchedulerUnreachableError: It did not answer in time.
-        RefusedError: It serves another job, does not accept the credentials (or we not its), or knows no such call.
-        WireError: It said no number.
+        SchedulerUnreachableError: The scheduler did not answer in time.
+        RefusedError: The scheduler serves another job, does not accept the credentials (or we not its), or knows no
+            such call.
+        WireError: The scheduler's answer has no valid number.
     """
     stream = _Stream(endpoint, Credentials.of(secret), job, timeout_s)
     stream.start()

@@ -53,7 +53,7 @@ class Driver:
     """Loop that feeds the scheduler's state machine. Methods belong to one asyncio loop.
 
     Args:
-        writer: Where decisions go to.
+        writer: Writer that stores decisions.
         emit: Takes (event name, fields) for the event log.
         noted: Told the name of each event that the machine notes.
         done: Told that the machine is done, and why.

@@ -100,11 +100,11 @@ class Election(threading.Thread):
     """Thread by which one candidate takes part in an election, until `resign`. It calls the callbacks.
 
     Args:
-        client: How to reach etcd; not closed here.
-        root: Of the service whose leader is elected: before all its keys in etcd (etcd_store.service_root).
+        client: Client of etcd; not closed here.
+        root: Prefix of all keys in etcd of the service whose leader is elected (etcd_store.service_root).
         me: This candidate.
-        on_elected: This candidate leads now; its writes to the chain are to make these comparisons.
-        on_lost: It led, and does no more; says why. It takes part no longer.
+        on_elected: Called when this candidate leads, with the comparisons that its writes to the chain must make.
+        on_lost: Called with the reason when this candidate has lost the lead; it takes part no longer.
         note: Takes (event name, fields) for the event log.
         present: Names of the members that are connected to this candidate; None if it cannot tell.
         lease_s: Duration of the lease; etcd may grant more.

@@ -58,7 +58,7 @@ def load_etcd3() -> ModuleType:
     """Imports the package etcd3 with stubs that work with today's protobuf; returns it.
 
     Raises:
-        ConfigurationError: It is not installed, or was imported before with stubs of its own.
+        ConfigurationError: The package is not installed, or was imported before with stubs of its own.
     """
     ours = sys.modules.get("etcd3.etcdrpc")
     if "etcd3" in sys.modules and not hasattr(ours, "made_by_chaos_lightning"):

@@ -77,10 +77,10 @@ class OwnConnection:
     """Connection to one server of etcd, made directly with gRPC at the first call.
 
     Args:
-        server: HOST:PORT.
-        address: Who logs in.
-        password: With what.
-        credentials: TLS; None: without.
+        server: HOST:PORT of the server.
+        address: Address of etcd, with the name of the user who logs in.
+        password: Password of that user.
+        credentials: TLS credentials; None: without TLS.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class EtcdClient:
         """Prolongs a lease once; returns its remaining seconds, 0 if it has expired.
 
         Raises:
-            StoreError: Nobody answered within the deadline.
+            StoreError: No server answered within the deadline.
         """
         return int(self.call(pb.LeaseKeepAliveRequest(ID=lease), deadline_s=deadline_s, attempt_s=ATTEMPT_S / 2).TTL)
 

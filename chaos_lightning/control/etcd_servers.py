@@ -206,10 +206,10 @@ class EtcdServers:
         """Restarts etcd servers that have ended; returns a line on each. Call it every second or so.
 
         Args:
-            quick_s: Who ran for less has ended at once.
+            quick_s: Seconds; a server that ran for less counts as ended at once.
 
         Raises:
-            StoreError: One ended at once time after time; quotes its last words. The others run on.
+            StoreError: A server ended at once several times in a row; quotes its last words. The others run on.
         """
         told = []
         for server in self.servers:
@@ -293,7 +293,7 @@ def find_etcd() -> str:
     """Returns the path of the program etcd, searched in PATH and in Debian's folders.
 
     Raises:
-        ConfigurationError: It is not installed; says how to.
+        ConfigurationError: etcd is not installed; the message says how to install it.
     """
     found = shutil.which(
         "etcd", path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/bin", "/usr/local/bin", "/usr/sbin"))

@@ -51,8 +51,8 @@ class EtcdStore(Store):
     """Log of a service, such as a job's chain, in etcd.
 
     Args:
-        client: How to reach etcd; closed with the store if `owned`.
-        root: Before all keys of the service (`service_root`).
+        client: Client of etcd; closed with the store if `owned`.
+        root: Prefix of all keys of the service (`service_root`).
         guard: Comparisons that every write makes beside its own: those of a leader's key (control/election.py).
         owned: Whether the client is closed with the store.
     """
@@ -281,7 +281,7 @@ def _unpacked(body: bytes) -> bytes:
     """Decompresses a record's body.
 
     Raises:
-        ValueError: They are damaged, or more than any record has.
+        ValueError: The bytes are damaged, or more than any record has.
     """
     reader = zlib.decompressobj()
     try:

@@ -45,7 +45,7 @@ def check_certificate(file: str, data: bytes) -> None:
     """Checks that a PEM file of the user's holds a certificate that is valid now.
 
     Raises:
-        ConfigurationError: It holds no certificate, or the first one has expired or is not valid yet; says when.
+        ConfigurationError: The file holds no certificate, or the first one has expired or is not valid yet; says when.
     """
     try:
         found = x509.load_pem_x509_certificate(data)

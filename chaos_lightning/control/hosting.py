@@ -118,7 +118,7 @@ def look(endpoint: str, job: str, token: Secret) -> str:
 
     Raises:
         ConfigurationError: A scheduler of another job is there.
-        RefusedError: It does not accept the credentials, or is no scheduler.
+        RefusedError: The server there does not accept the credentials, or is no scheduler.
     """
     from chaos_lightning.control.channel import fetch_status
 
@@ -152,7 +152,7 @@ def is_over(config: EngineConfig, options: SchedulerOptions, secret: Secret, *, 
 
     Raises:
         ConfigurationError: A scheduler of another job is there.
-        RefusedError: It does not accept the credentials, or is no scheduler.
+        RefusedError: The server there does not accept the credentials, or is no scheduler.
     """
     from chaos_lightning.control.channel import fetch_status
 
@@ -182,18 +182,18 @@ def ensure_scheduler(
     started.
 
     Args:
-        options: What to run; `token_file` and `keys_dir` are not used.
+        options: Options of the scheduler to start; `token_file` and `keys_dir` are not used.
         token: Cluster token, which is handed over in the child's environment; or credentials, whose folder is named.
         continue_only: Do not begin a new job where one is finished; that is a RefusedError then, unless newcomers are
             told of the end, and `serves_end`.
-        serves_end: Somebody is about to come who would be told.
-        timeout_s: How long to wait for an answer. Whoever waits for longer than some seconds says so, and for whom.
+        serves_end: Whether a newcomer is about to come, which would be told of the end.
+        timeout_s: Seconds to wait for an answer. A wait of more than some seconds is logged, with what is waited for.
         given_up: Asked now and then: true if the caller waits no more; then None is returned.
-        chain: Id of the chain that the caller knows its job by: none is started on a store that lacks it.
+        chain: Id of the job's chain, as the caller knows it: no scheduler is started on a store that lacks it.
 
     Raises:
         ConfigurationError, RefusedError: What is there cannot serve this job; the message says why.
-        SchedulerUnreachableError: Started, but it ended or did not answer; the message quotes its log.
+        SchedulerUnreachableError: The scheduler was started, but ended or did not answer; the message quotes its log.
     """
     host, _ = split_endpoint(options.listen)
     job = options.settings.job
@@ -369,14 +369,14 @@ def start_detached(
     """Starts one of our programs so that it outlives this process and its session; returns its process id.
 
     Args:
-        module: Its `main` takes `--detach=LOG` (scheduler_main.detach).
-        arguments: Of its command line.
-        log: Where its output goes.
+        module: Module of the program; its `main` takes `--detach=LOG` (scheduler_main.detach).
+        arguments: Arguments of the program's command line.
+        log: File that its output goes to.
         secret: A bare token is handed over in its environment; a folder of keys stands in its arguments.
-        what: It, in words.
+        what: Text that names the program, for errors.
 
     Raises:
-        SchedulerUnreachableError: It could not be started.
+        SchedulerUnreachableError: The program could not be started.
     """
     command = [sys.executable, "-m", module, *arguments, f"--detach={log}"]
     ours = ("CHAOS_TOKEN", "CHAOS_TOKEN_FILE", "CHAOS_KEYS_DIR")

@@ -88,8 +88,8 @@ class KeyIssuer:
         """Returns the messages to send: keys of new links first, each to its two members, and then `message`.
 
         Args:
-            number: The stream that it goes to.
-            message: What is to be sent.
+            number: Number of the stream that the message goes to.
+            message: Message to send.
         """
         if isinstance(message, Welcome):
             me = message.member.id

@@ -143,10 +143,11 @@ def log_folder(log_dir: str, name: str, port: int, *, beside: bool = False) -> P
     """Returns the folder for the event log of a process of this job; None if events are not logged.
 
     Args:
-        log_dir: As the user gave it.
-        name: Of the job, or of another service that has a state folder.
-        port: Of its endpoint.
-        beside: By default beside the state folder and not in it: that one is put away at the job's end.
+        log_dir: Setting `log_dir`, as the user gave it.
+        name: Name of the job, or of another service that has a state folder.
+        port: Port of its endpoint.
+        beside: Whether the default is a folder beside the state folder, not in it: the state folder is put away at
+            the job's end.
     """
     if log_dir in ("", "none"):
         return None
@@ -199,7 +200,7 @@ def check_advertise(text: str, where: str, store: str = ETCD) -> str:
         store: The scheduler's store, which candidates must be able to share.
 
     Raises:
-        ConfigurationError: It is no place that can be called, or nobody would be told of it.
+        ConfigurationError: The address cannot be called, or the store does not announce it to others.
     """
     if not text:
         return ""
@@ -301,10 +302,10 @@ class Owed:
     """The end of a job that its store has not accepted yet.
 
     Attributes:
-        effect: What is to be appended.
+        effect: Decision to append.
         chain: Id of the chain that it ends.
         view: The chain's last view, as text.
-        reason: Why the store has not taken it, if it was tried.
+        reason: Text that says why the store has not taken it, if it was tried.
     """
 
     effect: Persist
@@ -324,14 +325,14 @@ class SchedulerServerConfig:
         token: Cluster token, or credentials with a folder of keys; b"" only on loopback.
         settings: Rules of the job.
         tick_s: Seconds between ticks of the machine; 0 for a quarter of the heartbeat interval, 10 to 50 ms.
-        idle_timeout_s: End after so long without any member's stream; 0 never.
-        rebuild: The chain is lost: begin it anew from what members report (protocol.md 14a).
-        outlives: It was started by a member, and stays for members that leave as it is asked to end.
-        gives_way: It was started by a member, on a store that may not be the job's: it ends where members know
+        idle_timeout_s: Seconds without any member's stream after which the scheduler ends; 0: never.
+        rebuild: Whether the chain is lost, and begins anew from what members report (protocol.md 14a).
+        outlives: Whether a member started the scheduler; asked to end, it stays until members that leave have left.
+        gives_way: Whether a member started the scheduler on a store that may not be the job's: it ends if members know
             what the store lacks and none of its own is here, so that one on the right store can have the endpoint.
-        keep_finished: A finished job never begins anew here.
-        hello_timeout_s: A stream that has said no Hello by then is closed: it takes a place of somebody who would.
-        owed: What this process could not write down when it led last.
+        keep_finished: Whether a finished job never begins anew here.
+        hello_timeout_s: Seconds after which a stream that has sent no Hello is closed, since streams are limited.
+        owed: End of a job that this process could not store when it led last; None if there is none.
     """
 
     host: str = "127.0.0.1"

@@ -65,9 +65,9 @@ class Reach:
         """Returns the reason for which the leader should resign; "" if it should stay.
 
         Args:
-            now: Seconds.
+            now: Time, s.
             present: Members that are connected to this scheduler.
-            elsewhere: By candidate, members that asked it of late.
+            elsewhere: Names of the members that asked another candidate of late, by candidate.
         """
         more: dict[str, list[str]] = {}
         for candidate, names in elsewhere.items():

@@ -26,14 +26,14 @@ def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force
     """Ends the job at `endpoint`; returns a text that says what was ended.
 
     Args:
-        endpoint: Of its scheduler, or of several.
-        options: Where its chain is if no scheduler answers.
+        endpoint: HOST:PORT of the job's scheduler, or of several with commas.
+        options: Options of a scheduler; they name the chain to end if no scheduler answers.
         secret: Token or credentials.
-        force: Also while members live, or may.
+        force: Whether to end the job also while members live, or may.
 
     Raises:
         RefusedError: Members live, or there is nothing to end.
-        SchedulerUnreachableError: Nobody answers, and the chain is another machine's.
+        SchedulerUnreachableError: No scheduler answers, and the chain is on another machine.
         ConfigurationError, StoreError: The chain cannot be ended here.
     """
     from chaos_lightning.control.channel import fetch_status, reset

@@ -57,12 +57,12 @@ class SchedulerServer:
     """Server of one scheduler. `start` and `stop` belong to one asyncio loop.
 
     Args:
-        config: How to behave.
+        config: Configuration of the server.
         open_store: Opens the store that decisions go to; called in `start`, once the port is ours.
         events: The scheduler's event log.
         machine: Makes the state machine.
-        candidacy: Where several schedulers stand by for each other: this one leads once it is elected.
-        services: What is served besides on the same port.
+        candidacy: Candidacy in the election among several schedulers; None if this one alone can lead.
+        services: Other gRPC services on the same port.
     """
 
     def __init__(

@@ -71,8 +71,8 @@ class ServerLife:
         A service manager sends a signal to all processes of a unit. Leaving needs a server: somebody must let them go.
 
         Args:
-            reason: Why it ends.
-            leaving: Of each that is connected, whether it leaves.
+            reason: Text that says why the server ends.
+            leaving: Returns, for each connected member, whether it leaves.
         """
         if self._asked:
             self.end(reason)

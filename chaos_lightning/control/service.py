@@ -53,14 +53,14 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
     """Handlers of the scheduler's gRPC calls.
 
     Attributes:
-        streams: Of members.
-        driver: Of the machine.
-        claims: Numbers of those that set up.
-        candidacy: None where this scheduler alone can lead.
-        status: Facts of the server; of a large job a page of them, or of 0 what is odd.
-        peer: Who makes a call, in words.
+        streams: Streams of members.
+        driver: Driver of the scheduler's state machine.
+        claims: Numbers that processes hold while they set up.
+        candidacy: Candidacy in the election of a leader; None where this scheduler alone can lead.
+        status: Returns facts of the server; of a large job, those of a page, or for page 0 what is odd.
+        peer: Returns a text that names the caller of a call.
         emit: Takes (event name, fields) for the event log.
-        port: Where the scheduler listens.
+        port: Port on which the scheduler listens.
     """
 
     streams: Streams

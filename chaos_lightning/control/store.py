@@ -161,10 +161,10 @@ def outranked(end: End, term: int, seen: End | None) -> str:
     """Returns why a writer may append nothing more to a log with this end; "" if it may.
 
     Args:
-        end: As it is.
-        term: The writer's.
-        seen: As the writer saw it last, its own writes included; None if it never did. If the store went back since,
-            or holds another log now, a copy took its place under the writer.
+        end: The log's end, as it is in the store.
+        term: Term of the writer.
+        seen: The log's end as the writer saw it last, its own writes included; None if it never did. If the store went
+            back since, or holds another log now, a copy took its place under the writer.
     """
     if seen is not None and end.term <= seen.term and end.id != seen.id:
         return f"log {short(end.id)} took the place of log {short(seen.id)} in the store"
@@ -182,9 +182,9 @@ def judge(end: End, record: StoreRecord, seen: End, *, cut: bool = False) -> App
     """Decides whether `record` may be appended to a log with this end, by the one rule that all stores share.
 
     Args:
-        end: As it is.
-        record: Made to follow `seen`.
-        seen: As the writer saw it last.
+        end: The log's end, as it is in the store.
+        record: Record that was made to follow `seen`.
+        seen: The log's end as the writer saw it last.
         cut: Whether the record takes the place of all before it.
     """
     if refused := outranked(end, record.term, seen):
@@ -230,10 +230,10 @@ class Store(abc.ABC):
         """Appends a record by compare-and-set; it is durable if the outcome is ok.
 
         Args:
-            kind: What it is, in a word of whoever uses the log.
-            body: What it says.
+            kind: Kind of the record, as the user of the log names it.
+            body: Content of the record.
             after: The end of the log as this writer saw it last: of `take_term`, `read` or the last `append`.
-            cut: It sums up all records before it, and they go in the same moment.
+            cut: Whether the record sums up all records before it, which are deleted in the same moment.
 
         Raises:
             OversizeError: The record is too large, for this store or for another that the job might move to.

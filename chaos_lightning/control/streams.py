@@ -36,7 +36,7 @@ class Parcel:
     """Message to one or many members, which is encoded once, when it is first written.
 
     Args:
-        message: What is sent.
+        message: Message that is sent.
     """
 
     def __init__(self, message: ToMember) -> None:

@@ -53,11 +53,11 @@ class _Inside:
     """Caller whose certificate was accepted, while its connection is open.
 
     Attributes:
-        who: By its certificate.
-        certificate: PEM.
-        until: When it ends (seconds since 1970).
-        trusted: Authorities (PEM) that were believed when it was looked at last.
-        over: Set: the connection is to end.
+        who: Name and role of the caller, by its certificate.
+        certificate: Certificate of the caller, PEM.
+        until: Time at which the certificate expires (seconds since 1970).
+        trusted: Authorities (PEM) that were trusted when the certificate was last checked.
+        over: Event that ends the connection.
     """
 
     who: Caller
@@ -71,10 +71,10 @@ class TlsProxy:
     """Proxy that lets only callers with certificates reach a gRPC server. Methods belong to one asyncio loop.
 
     Args:
-        keys: Whom to believe, and what to show.
+        keys: Key folder: authorities to trust, and the certificate to show.
         refused: Told (peer, why) about everybody who is not let in.
         ended: Told (peer, why) about everybody who was in and is put out; never more lines than had been let in.
-        handshake_timeout_s: Whoever has not said who it is by then is not waited for; HANDSHAKE_TIMEOUT_S if None.
+        handshake_timeout_s: Seconds that a TLS handshake may take; HANDSHAKE_TIMEOUT_S if None.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ def split_announced(text: str) -> tuple[str, int]:
     is given.
 
     Raises:
-        ConfigurationError: It is neither, or nobody can call it.
+        ConfigurationError: The text is neither, or the address cannot be called.
     """
     bare = text.strip()
     bare = f"[{bare}]" if bare.count(":") > 1 and "[" not in bare else bare
@@ -78,7 +78,7 @@ def read_ports(text: str) -> range:
     """Parses a port "29500" or range "29500-29599"; "" gives port 0, which stands for any.
 
     Raises:
-        ConfigurationError: It is no port and no range.
+        ConfigurationError: The text is no port and no range.
     """
     low, dash, high = text.strip().partition("-")
     ends = [low, high if dash else low]
@@ -145,12 +145,12 @@ def facing(host: str, port: int, advice: str) -> str:
     table.
 
     Args:
-        host: Name or address. Of several addresses one of IPv4 counts, which members listen on.
-        port: Of the endpoint, for the error.
-        advice: What to do where no route leads there.
+        host: Name or address. If it has several addresses, an IPv4 one is used, since members listen on IPv4.
+        port: Port of the endpoint, for the error.
+        advice: Text on what to do where no route leads there, for the error.
 
     Raises:
-        ConfigurationError: No route leads there, or nobody knows the name.
+        ConfigurationError: No route leads there, or the name cannot be resolved.
     """
     if is_loopback(host):
         return "127.0.0.1"

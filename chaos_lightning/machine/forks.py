@@ -51,7 +51,7 @@ def only_here(endpoint: str) -> Iterator[None]:
         endpoint: HOST:PORT.
 
     Raises:
-        ConfigurationError: It is none, or nobody knows the name.
+        ConfigurationError: The endpoint is not HOST:PORT, or its name cannot be resolved.
     """
     host, port = split_endpoint(endpoint)
     here = [(_plain(address), port) for address in addresses(host)]

@@ -56,9 +56,9 @@ def watch_parent(
     """Starts a thread that ends this process after its torchrun agent has ended; call it once, early.
 
     Args:
-        on_orphan: Told the reason first, in the watching thread (for the event log).
-        grace_s: Time for the polite way out.
-        environ: Where the agent's mark is.
+        on_orphan: Called first with the reason, in the watching thread (for the event log).
+        grace_s: Seconds between SIGTERM and SIGKILL.
+        environ: Environment variables, which have the agent's mark.
 
     Returns:
         The watching thread; None if there is no agent to watch (no torchrun, or another process table).

@@ -38,15 +38,15 @@ class ExitSignals:
 
     Args:
         first: Called within the handler, at the first signal.
-        numbers: The signals.
-        again: The same at each further one. None: it has the effect that it has by default.
-        debounce_s: Further signals within so many seconds are the same wish.
-        clock: Seconds, monotonic.
+        numbers: Signals that are handled.
+        again: Called within the handler, at each further signal. None: a further signal has its default effect.
+        debounce_s: Seconds within which further signals count as the same request.
+        clock: Returns monotonic seconds.
 
     Attributes:
         asked: The first signal; None before.
-        asked_at: When it came, by the clock.
-        before: What stood before, by signal.
+        asked_at: Time of the first signal, by the clock.
+        before: Handlers that were installed before, by signal.
     """
 
     def __init__(

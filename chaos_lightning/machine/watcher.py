@@ -134,9 +134,9 @@ class Watcher:
     """Process that watches one member, and answers other watchers' questions about it.
 
     Args:
-        control: To the member.
-        pid: The member's process.
-        pid_start: When it began, so that a later process with this pid is not taken for it.
+        control: Socket to the member.
+        pid: Process id of the member.
+        pid_start: Start time of that process, so that a later process with this pid is not taken for it.
     """
 
     def __init__(self, control: socket.socket, pid: int, pid_start: int) -> None:

@@ -45,7 +45,7 @@ def endpoint(source: Member, view: View, near: Collection[str]) -> Endpoint:
     """Returns the address at which to reach a source, with a route over other members if there is no direct link.
 
     Args:
-        source: Member to be reached.
+        source: Member that has something to pull.
         view: View whose members and links may be used.
         near: Members that this one has a link to.
     """

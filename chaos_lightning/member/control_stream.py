@@ -28,10 +28,10 @@ class ControlStream:
     """Control stream between one member and the scheduler.
 
     Args:
-        config: Where schedulers are, and how long to look for one.
+        config: Configuration with the schedulers' endpoints and the time to look for one.
         token: Cluster token (empty for none), or credentials.
-        mail: Hears that the stream failed for good.
-        waiting: Hears what the scheduler says, and what becomes of the stream.
+        mail: Mailbox that is told that the stream failed for good.
+        waiting: Receives the scheduler's messages and the state of the stream.
     """
 
     def __init__(self, config: EngineConfig, token: Secret, mail: Mailbox, waiting: Waiting) -> None:

@@ -49,7 +49,7 @@ class StateComparison:
         """Hashes the state if a comparison is due. To be called at a safe point, before a forward pass changes buffers.
 
         Args:
-            state: State that is replicated at all members.
+            state: State that is equal at all members.
         """
         engine, self._table = self._engine, None
         every, header = engine.config.state_hash_every, engine.header
@@ -64,7 +64,7 @@ class StateComparison:
 
         Raises:
             FencedError: This member has drifted, or was put out meanwhile.
-            UnsupportedError: It has drifted in a tensor in which it had drifted before.
+            UnsupportedError: This member has drifted in a tensor in which it had drifted before.
         """
         table, self._table = self._table, None
         if not header.drifted:

@@ -208,8 +208,8 @@ class Engine:
         """Lays out gradients and reduced buffers, allocates the flat memory and installs the hooks.
 
         Args:
-            sections: What each optimizer owns, of the whole model.
-            buffers: Those that are averaged with each step.
+            sections: Parameters of each optimizer, of the whole model.
+            buffers: Buffers that are averaged with each step.
             part_of: Part of the training state of each parameter and buffer, if steps run as units; memory is made
                 once this member knows what it owns.
         """
@@ -277,22 +277,22 @@ class Engine:
         """Joins the job: says hello, gets links and a view, and the state if other members have it.
 
         Args:
-            fingerprint: What must equal the job's, by name; a mismatch is refused with both values.
+            fingerprint: Values that must equal the job's, by name; a mismatch is refused with both values.
             quota: Samples per micro-batch of this member.
             accumulate: Micro-batches per optimizer step; must equal the job's.
             state: The training state that a newcomer receives, a founder publishes. Where steps run as units, the rest
                 of it, beside the parts of the model that `attach` was given.
-            replay: How this member's steps are replayed; without it, it comes in by a pause.
+            replay: Replays steps at this member; without it, the member comes in by a pause.
             loaded: `state` holds this checkpoint already; of the states that a last member kept, only one that goes on
                 from it may replace it (14c).
-            pipelines: What this member asks of a job that runs in pipelines (`PipelineRequest.to_json`); "": it holds
+            pipelines: Request of this member to a job that runs in pipelines (`PipelineRequest.to_json`); "": it holds
                 the whole state.
 
         Returns:
             The header that this member's state stands on (GENESIS for a new job).
 
         Raises:
-            RefusedError: The scheduler did not let us in; it says why.
+            RefusedError: The scheduler did not let this member in; the message says why.
             DeadlineError: No admission within `join_timeout_s`.
             DepartedError: `leave` was called meanwhile (by another thread).
             FinishedJobError: The job was finished before, and its final state is not on this machine.
@@ -441,8 +441,8 @@ class Engine:
 
         Args:
             coefficient: Factor of this member's gradient in the sum.
-            section: Number of the optimizer whose parameters step.
-            empty: This member has no gradient for this step (weight 0).
+            section: Index of the section whose parameters step.
+            empty: Whether this member has no gradient for this step (weight 0).
         """
         self._raise_pending()
         self._prepared().accumulation.arm(self.header.seq + 1, coefficient=coefficient, section=section, empty=empty)
@@ -474,16 +474,16 @@ class Engine:
 
         Args:
             weight: This member's part of the divisor, in the same unit as `coefficient`; 0 with no samples.
-            coefficient: Factor of its gradient in the sum.
-            spent: Sample ranges it used.
-            section: Number of the optimizer that steps.
+            coefficient: Factor of this member's gradient in the sum.
+            spent: Sample ranges that this member used.
+            section: Index of the optimizer that steps.
             hyper: Hyperparameters in words; compared at the root.
             order: Order of the epoch's samples in words; compared at the root.
             state_hash: Hash of the replicated state before the step, every n steps.
             yields: This member leaves and follows its script no more, or has no samples and runs no training step: if
                 the others close another kind of slot, it goes along, and the header is of that kind.
-            payload: What this member says beside its gradient; the header has what all said as `answers`, in rank
-                order, unless nobody said anything.
+            payload: Bytes of this member that go with its gradient; the header has those of all members as `answers`,
+                in rank order, unless all are empty.
 
         Raises:
             FencedError, DisagreementError, RestartError, DeadlineError: See errors.py; nothing was applied.
@@ -521,16 +521,16 @@ class Engine:
 
         Args:
             attempt: Runs this member's units.
-            section: Number of the optimizer that steps.
+            section: Index of the optimizer that steps.
             hyper: Hyperparameters in words; compared at the root.
             order: Order of the epoch's samples in words; compared at the root.
 
         Raises:
             FencedError, DisagreementError, RestartError, DeadlineError: See errors.py; nothing was applied.
-            DepartedError: It is let go, and stands on the header before.
+            DepartedError: This member is let go, and stands on the header before.
             UnsupportedError: A part of the state differs again from the others'.
             ConfigurationError: `stepped` was not called after the step before.
-            Exception: Whatever a unit raised.
+            Exception: Any error that a unit raised.
         """
         hashes, me = self._hashes, self.member_id
         if hashes is None:
@@ -641,17 +641,17 @@ class Engine:
 
         Args:
             name: Name of the collective; equal at all members.
-            payload: This member's bytes.
-            yields: If the others make one by another name first, this member goes along with theirs; the header tells
-                its name.
-            lets_go: Members that wait for it may go with it, this one included; equal at all members.
-            line: Line of the user's code that it is for; "": the one that calls now.
+            payload: Bytes that this member contributes.
+            yields: Whether this member goes along if the others make one by another name first; the header tells that
+                name.
+            lets_go: Whether members that wait to leave may go with it, this one included; equal at all members.
+            line: Line of the user's code that it is for; "": the line that calls now.
 
         Returns:
             (member id, payload) of all contributors; b"" of one that yielded.
 
         Raises:
-            DisagreementError: At all members: they make different calls, or their payloads are too large together.
+            DisagreementError: Members make different calls, or their payloads are too large together; raised at all.
         """
         said = fitting(payload)
         header = self._slot(Kind.GATHER, line, name=name, payload=said, yields=yields, lets_go=lets_go)
@@ -797,10 +797,10 @@ class Engine:
         view lets all of them go, and each writes its parts (P13).
 
         Args:
-            state: It stands on `header`; what forward passes since then did to reduced buffers is undone here.
-            checkpoints: Header hashes of the checkpoints that it goes on from.
+            state: State at `header`; changes of reduced buffers by forward passes since then are undone here.
+            checkpoints: Header hashes of the checkpoints that the state goes on from.
             counted: Steps as the script counts them, with those before the job began; None: the job's own.
-            stuck: It goes since no member can go on, and not because it was asked to.
+            stuck: Whether this member goes since no member can go on, and not because it was asked to.
         """
         mail, gone = self._mail, self._view_without()
         parts = self._moves is not None and gone is not None and not gone.members
@@ -909,7 +909,7 @@ class Engine:
         11).
 
         Raises:
-            DepartedError: It was asked to leave: it has nothing to come back for.
+            DepartedError: This member was asked to leave, so it does not come back.
         """
         assert self._hello is not None
         if self.leaving:

@@ -35,7 +35,7 @@ def no_replay(config: EngineConfig, replay: Replay | None) -> str:
     """Returns the reason why this member cannot join by replay; "" if it can.
 
     Raises:
-        ConfigurationError: It was told to, and cannot.
+        ConfigurationError: The settings ask for replay, and this member cannot.
     """
     name = config.name
     if config.join_by == "pause":
@@ -60,7 +60,7 @@ class Entrance:
     """Procedure by which one member enters a view.
 
     Attributes:
-        shell: Hears that the state is here.
+        shell: Shell that is told when the state is here.
         mail: Mailbox with the decisions about this newcomer.
         transfer: Pulls the state.
         accumulation: Turns logged sums into gradients.

@@ -147,10 +147,10 @@ def committed_fields(
 
     Args:
         header: The slot's header.
-        contributors: Who brought its shares, in rank order.
+        contributors: Ids of the members that contributed to the slot, in rank order.
         duration_s: Seconds since this member's previous commit.
-        wait_s: Seconds of those that the training thread was blocked in the engine.
-        spent: What this member itself used in the slot (its contribution's).
+        wait_s: Seconds of `duration_s` for which the training thread was blocked in the engine.
+        spent: Sample ranges that this member itself used in the slot (its contribution's).
         mine: The member's contribution to the slot: where layers lie at several members, it names what its sums hold.
     """
     fields: dict[str, Any] = {

@@ -43,11 +43,12 @@ def reachable_at(config: EngineConfig, port: int) -> tuple[str, int]:
     scheduler.
 
     Args:
-        config: Of this member.
-        port: At which it listens.
+        config: Configuration of this member.
+        port: Port at which this member listens.
 
     Raises:
-        ConfigurationError: No route leads there, or the address is one of IPv6, and "0.0.0.0" does not listen there.
+        ConfigurationError: No route leads to the scheduler, or the address is one of IPv6, and "0.0.0.0" does not
+            listen there.
     """
     if config.announce:
         host, outside = split_announced(config.announce)

@@ -211,7 +211,7 @@ class Keeping:
         """Loads the kept state that this member offered, from which it founds the job.
 
         Raises:
-            StateError: It is not there any more, or damaged; the message says what to do.
+            StateError: The kept state is not there any more, or damaged; the message says what to do.
         """
         kept, record = self._offered or (None, None)
         if kept is None or record is None or kept.header.hash != header.hash:
@@ -258,17 +258,18 @@ class Keeping:
         """Writes the state at header `last` to a file, with the header hashes of the checkpoints that it descends from.
 
         Args:
-            last: Header that the state belongs to.
+            last: Header that the state stands on.
             view: The present view.
             member: Id of this member.
-            hello: Description of what this member trains.
-            state: State to write; in a pipeline, what belongs to no part.
-            checkpoints: These header hashes.
+            hello: Hello of this member, which describes its training.
+            state: State to write; in a pipeline, the rest of it besides the parts.
+            checkpoints: Header hashes of these checkpoints.
             counted: Steps as the script counts them, with those before the job began; None: the job's own.
-            divided: In a pipeline, the view in which `last` was closed, and the parts that are here.
+            divided: View in which `last` was closed and the parts that are here, in a pipeline; else None.
 
         Returns:
-            What lies in the file. If nothing is to be kept or can be, None; where there are pipelines it has no parts.
+            Description of the kept state. If nothing is to be kept or can be, None; where there are pipelines it has no
+            parts.
         """
         steps = {"step": last.step, "counted": last.step if counted is None else counted}
         closed, held = divided or (view.id, WHOLE)
@@ -372,10 +373,10 @@ class Keeping:
         """Loads the final state of a finished job, if it is on this machine.
 
         Args:
-            chain: Chain of the job.
-            hello: Description of what this process would train.
-            state: State to fill.
-            deadline: A `time.monotonic()` value until which a state that is being written is waited for.
+            chain: Id of the job's chain.
+            hello: Hello of this process, which describes its training.
+            state: State into which the final state is loaded.
+            deadline: Time by `time.monotonic()`, s. A state that is being written is waited for until then.
 
         Returns:
             The job's last header; None if there is no such state, or it cannot be used: then `state` may be a mixture.
@@ -425,7 +426,7 @@ class Keeping:
         """Loads the parts in this record into this process's state, and returns access to them.
 
         Raises:
-            StateError: They do not fit.
+            StateError: The parts do not fit.
         """
         names = record.said.get("parts", {})
         if names and self.held is not None:
@@ -449,8 +450,8 @@ class Keeping:
         """Logs the hashes of a kept state, which the audit compares with the state from which the job resumes.
 
         Args:
-            header: Header that the state belongs to.
-            hashes: Hashes by part; "" is the whole state.
+            header: Header that the state is of, on which the job is founded.
+            hashes: Hashes by name of the part; "" is the whole state.
         """
         for name, value in hashes.items():
             head = part_name(header, name) if name else header.hash
@@ -471,7 +472,7 @@ class Keeping:
         """Checks that this process may resume from the state in this record, and returns its description.
 
         Raises:
-            ChaosError: It may not; says why.
+            ChaosError: This process may not resume from it; the message says why.
         """
         said = record.said
         what = f"the state kept at {_step_of(said)} by {said.get('member')} ({record.path})"

@@ -33,9 +33,9 @@ class Keyring:
     """Keys of one member's links; implements `transport.handshake.Keys`. Any thread.
 
     Args:
-        setting: This member's own `links`; "auto" goes by the job's.
-        events: This member's log.
-        mail: Mailbox by which the training thread learns that it cannot take part.
+        setting: This member's own setting `links`; "auto" follows the job's.
+        events: This member's event log.
+        mail: Mailbox that tells the training thread that this member cannot take part.
     """
 
     def __init__(self, setting: str, events: EventLog, mail: Mailbox) -> None:

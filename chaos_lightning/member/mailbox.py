@@ -125,17 +125,17 @@ class Mailbox:
         """Waits until `ready()` is true; the caller holds `changed`, not recursively.
 
         Args:
-            ready: What is waited for.
-            what: The same in words.
-            deadline: By `time.monotonic()`.
-            advice: What the user can do if it does not come.
-            tells: The user hears of it if this waits for long and no scheduler serves this member.
+            ready: Condition that is waited for.
+            what: Text that names what is waited for.
+            deadline: Time by `time.monotonic()`, s.
+            advice: Text on what the user can do if it does not come.
+            tells: Whether the user is told if this waits for long and no scheduler serves this member.
 
         Raises:
             FencedError, RefusedError, DisagreementError, DepartedError: This member is out.
-            FinishedJobError: It is a newcomer of a job that is finished.
+            FinishedJobError: This member is a newcomer of a job that is finished.
             RestartError: The job has ended for all, and begins again from a checkpoint.
-            ChaosError: Its I/O thread is broken.
+            ChaosError: This member's I/O thread is broken.
             DeadlineError: `time.monotonic()` passed `deadline`.
         """
         began, told = time.monotonic(), 0.0

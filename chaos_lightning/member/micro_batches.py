@@ -39,7 +39,7 @@ class MicroBatches:
         named: The trained parameters.
         parts: Micro-batches per step.
         scaler: Scales losses, so that small gradients do not vanish in half precision.
-        buffers: That forward passes change.
+        buffers: Buffers that forward passes change, by name.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class MicroBatches:
         """Ends the present micro-batch; raises an error for mistakes such as lost gradients.
 
         Returns:
-            Whether it was skipped: it had samples and no backward pass, and weighs nothing.
+            Whether the micro-batch was skipped: it had samples and no backward pass, and weighs nothing.
 
         Raises:
-            ConfigurationError: It had a backward pass that is not ours where ours is needed, or the gradients of those
-                before are gone, or it cannot be told whether gradients are this micro-batch's.
+            ConfigurationError: The micro-batch had a backward pass that is not ours where ours is needed, or the
+                gradients of those before are gone, or it cannot be told whether gradients are this micro-batch's.
             UnsupportedError: The user's own backward pass has added to the last step's average.
         """
         skipped = bool(self.weight) and not self._passed and not self._passed_otherwise()

@@ -33,13 +33,13 @@ class Observation:
     """Attempt of a newcomer to join by replay.
 
     Args:
-        transfer: Pulls.
-        mail: Says when this newcomer is let in, or out.
-        events: This member's log.
+        transfer: Pulls the state, and connects to the members that send the log.
+        mail: Mailbox that tells when this newcomer is let in, or out.
+        events: This member's event log.
         accumulation: Turns raw sums into gradients.
-        replay: Applies them.
+        replay: Applies the gradients.
         send: Sends a message to the scheduler.
-        me: Whose observation it is: this member's id when it was told to observe.
+        me: Id of the observing member, which it had when it was told to observe.
     """
 
     def __init__(

@@ -45,9 +45,9 @@ class PartHashes:
         Each part is hashed once at a header.
 
         Args:
-            header: The state stands on it.
-            view: Of the attempt.
-            me: This member.
+            header: Header that the state stands on.
+            view: View of the attempt.
+            me: Id of this member.
         """
         if not self._every or not header.step or header.step % self._every:
             return ()

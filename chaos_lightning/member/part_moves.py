@@ -62,9 +62,9 @@ class PartReader:
     """Reader of parts that other members hold, at one header and with a deadline.
 
     Args:
-        moves: Moves of this member's parts.
-        header: Header that this member's state belongs to.
-        deadline: When to give up, by `time.monotonic()`.
+        moves: Part moves of this member.
+        header: Header that this member stands on.
+        deadline: Time by `time.monotonic()`, s.
     """
 
     def __init__(self, moves: PartMoves, header: Header, deadline: float) -> None:
@@ -163,13 +163,13 @@ class PartMoves:
         """Reads a part from its owners at the header or, if that fails, from any other member that has it.
 
         Args:
-            header: The one that this member stands on.
+            header: Header that this member stands on.
             part: Name of the part.
-            copy: Takes its tensors; None: nothing but its manifest is wanted, which is returned.
-            deadline: When to give up, by `time.monotonic()`.
+            copy: Takes the part's tensors; None: only its manifest is wanted, which is returned.
+            deadline: Time by `time.monotonic()`, s.
 
         Raises:
-            StateError, DeadlineError: Nobody gives it.
+            StateError, DeadlineError: No member gives the part.
             ChaosError: This member is out of the job.
         """
         mail, dial = self._mail, self._transfer.dial

@@ -25,11 +25,11 @@ def warn_who_asks(members: Callable[[], int], instead: str) -> Callable[[], None
     line.
 
     Args:
-        members: How many are in the job, as far as this one knows.
-        instead: What tells the rank, in words.
+        members: Returns the number of members in the job, as far as this one knows.
+        instead: Text that names what to ask for the rank instead.
 
     Returns:
-        Ends it; idempotent.
+        Function that ends the warnings; idempotent.
     """
     asked, told, over = torch.distributed.is_initialized, set[str](), False
 

@@ -69,14 +69,14 @@ class Shell:
     """Shell around one member's state machine. Methods belong to the I/O loop's thread unless noted otherwise.
 
     Args:
-        loop: Serves everything here.
-        mailbox: Where the training thread looks.
+        loop: I/O loop that serves everything here.
+        mailbox: Mailbox that the training thread reads.
         events: This member's event log.
-        links: To other members; they do not listen yet.
+        links: Links to other members; they do not listen yet.
         transfer: Hands out and fetches state and raw results.
-        keys: Hears the scheduler's.
+        keys: Keyring that takes the scheduler's keys.
         to_scheduler: Sends a control message (any thread).
-        memory: Where gradients and results lie.
+        memory: Memory of gradients and results.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ def reduced_buffers(module: nn.Module, names: Iterable[str] = (), *, named_by: s
 
     Args:
         module: The model; running statistics of its normalisation layers are among these buffers.
-        names: Further ones.
-        named_by: Where the user has named those, for the message.
+        names: Names of further buffers.
+        named_by: Name of the setting with `names`, for the message.
 
     Raises:
         StateError: The module has no buffer of such a name.
@@ -130,8 +130,8 @@ def tell_epoch(engine: Engine, loader: JobLoader, epoch: int) -> None:
     """Logs the length of an epoch at its beginning, so that a report can check that all of it was used.
 
     Args:
-        engine: Engine that is in the job.
-        loader: The data; what runs dry at an unknown point is not told.
+        engine: Engine of a member that is in the job.
+        loader: Data loader; nothing is logged if the length is unknown.
         epoch: Number of the epoch.
     """
     length = loader.length(epoch)

@@ -79,9 +79,9 @@ class Transfer:
         token: Cluster token (empty for none), or credentials.
         mail: Mailbox with the scheduler's decisions about this member.
         events: This member's event log.
-        choice: Policy that pulls a state.
-        links: Links of this member.
-        keys: Keys that protect the connections.
+        choice: Choice of the policy that pulls a state.
+        links: Links to other members, with measured rates.
+        keys: Keyring that protects connections.
         tell: Sends a control message (any thread).
     """
 
@@ -100,8 +100,8 @@ class Transfer:
         self.teller, self._progress_lines = Teller(), ProgressLines()
         self.report: PullReport | None = None
         self.mixed = ""
-        """In words, the pull that has begun to write over this member's own state; cleared once the member stands in a
-        view with the whole of it.
+        """Text on the pull that has begun to write over this member's own state; cleared once the member is in a view
+        with the whole state.
         """
         self._links = links
         self._keys = keys
@@ -210,10 +210,10 @@ class Transfer:
         """Pulls the state at `header`; returns False if the scheduler has decided something else before it is complete.
 
         Args:
-            header: A committed header.
-            view: Names the donors (membership/donors.py).
-            state: State to fill.
-            deadline: When to give up, by `time.monotonic()`.
+            header: Header of a committed slot.
+            view: View that determines the donors (membership/donors.py).
+            state: State that the bytes are written to.
+            deadline: Time by `time.monotonic()`, s.
             superseded: Whether a learner's pull has become pointless: then it may be read out of a member's memory,
                 unproved. None: it lets this member in; a newer pull, or this member's end, make it pointless.
 
@@ -397,10 +397,10 @@ class Transfer:
 
         Args:
             header: The slot's header.
-            view: The present one.
-            sources: Byte ranges that each member has; none means all that the step reduced.
+            view: The present view.
+            sources: Members with the bytes that each holds; no spans means all that the step reduced.
             wanted: Byte ranges that the step reduced.
-            memory: Memory of the result buffers; the bytes go verbatim into the slot's.
+            memory: Memory whose result buffer for the slot takes the bytes, verbatim.
             done: Called in the fetching thread.
         """
 

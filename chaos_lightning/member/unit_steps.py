@@ -28,8 +28,8 @@ class StepTime(NamedTuple):
     """Seconds that a step takes at one member, as medians; 0 if unknown.
 
     Attributes:
-        step_s: Seconds from its first unit to that of the next step.
-        between_s: Seconds from its last unit to the first one of the next step.
+        step_s: Seconds from the first unit of a step to that of the next step.
+        between_s: Seconds from the last unit of a step to the first one of the next step.
     """
 
     step_s: float = 0.0
@@ -76,10 +76,10 @@ class UnitsDone:
     Attributes:
         weight: Sum of the weights of micro-batches whose last layers ran here.
         presence: Bit of each parameter that has a gradient here.
-        micro_batches: Those of the step that have samples.
+        micro_batches: Numbers of the step's micro-batches that have samples.
         coverage: Micro-batches in this member's own sums, by layers.
         spent: Positions of micro-batches whose first layers ran here.
-        payload: What this member says beside its gradients, norms of parts among it.
+        payload: Bytes of this member that go with its gradients, with norms of parts.
     """
 
     weight: float
@@ -132,17 +132,17 @@ def run_attempts(
 
     Args:
         step: Runs units.
-        attempt: Runs the units of one.
-        moves: Gives and takes parts before they do.
-        mail: Where the I/O thread says which attempt is open.
-        header: The one that this member stands on.
-        contribute: Brings what an attempt has made.
-        deadline_s: Until when, by `time.monotonic()`, an attempt or its header is waited for from now on.
+        attempt: Runs the units of one attempt.
+        moves: Gives and takes parts before the units run.
+        mail: Mailbox in which the I/O thread says which attempt is open.
+        header: Header that this member stands on.
+        contribute: Contributes the results of an attempt.
+        deadline_s: Returns the time (`time.monotonic()`, s) until which an attempt or its header is waited for.
         kind: Kind of the slot.
 
     Raises:
-        FencedError, DisagreementError, DeadlineError: As `Mailbox.wait`; the last attempt was dropped.
-        DepartedError: Likewise, or a view lets all members go.
+        FencedError, DisagreementError, DeadlineError: See `Mailbox.wait`; the last attempt was dropped.
+        DepartedError: This member is let go (see `Mailbox.wait`), or a view lets all members go.
     """
     tried: ViewId | None = None
     step.remember_base()
@@ -180,15 +180,15 @@ def await_commit(moves: MovesParts, mail: Mailbox, header: Header, what: str, de
 
     Args:
         moves: Gives and takes parts in each view that is entered.
-        mail: Where the I/O thread says which view that is.
-        header: The one that this member stands on, and that its state is of.
-        what: What is waited for, in words.
-        deadline: When to give up, by `time.monotonic()`.
+        mail: Mailbox in which the I/O thread says which view is entered.
+        header: Header that this member and its state stand on.
+        what: Text that names what is waited for.
+        deadline: Time by `time.monotonic()`, s.
 
     Raises:
-        FencedError, DisagreementError, DeadlineError: As `Mailbox.wait`.
-        DepartedError: Likewise, or a view lets all members go.
-        StateError: Nobody gives a part.
+        FencedError, DisagreementError, DeadlineError: See `Mailbox.wait`.
+        DepartedError: This member is let go (see `Mailbox.wait`), or a view lets all members go.
+        StateError: No member gives a part that this one needs.
     """
     entered: ViewId | None = None
     while True:

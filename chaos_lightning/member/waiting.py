@@ -43,9 +43,9 @@ class Waiting:
     """Messages to the user about one member's waits.
 
     Args:
-        mail: Where the training thread waits.
+        mail: Mailbox in which the training thread waits.
         events: This member's event log.
-        severed: Members of its view that it should have a link to, and has none.
+        severed: Returns the members of the view that this one should have a link to, and has none.
     """
 
     def __init__(self, mail: Mailbox, events: EventLog, severed: Callable[[], Sequence[str]] = lambda: ()) -> None:

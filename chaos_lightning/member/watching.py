@@ -63,7 +63,7 @@ class Watch:
         parameters: Whether parameters are watched, too.
 
     Attributes:
-        closely: Whether costlier comparisons are made, too, in the present batch.
+        closely: Whether the present batch gets the checks that cost more (digests), too.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Watch:
             where: Name of the code, for the message.
 
         Raises:
-            UnsupportedError: It changed something that no step averages.
+            UnsupportedError: The code changed a tensor that no step averages.
         """
         if found := self.changed():
             raise UnsupportedError(self.words(found, where))

@@ -49,7 +49,7 @@ class Weighing:
         backward pass.
 
         Args:
-            params: Parameters whose gradients are meant.
+            params: Parameters whose gradients are rescaled.
 
         Returns:
             The factor of the last micro-batch's loss.
@@ -67,8 +67,8 @@ class Weighing:
         """Sets the weight of the latest micro-batch to 0, because it has no gradient.
 
         Args:
-            params: Parameters whose gradients are meant.
-            closed: `close` was called with its weight, which earlier gradients were divided by.
+            params: Parameters with the gradients of earlier micro-batches.
+            closed: Whether `close` was called with its weight, by which earlier gradients were divided.
         """
         before, self._weights[-1] = self.total, 0.0
         if closed and self.total:

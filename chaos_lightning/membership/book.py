@@ -17,8 +17,8 @@ class Book:
     """Chain of decided views as the store has it, and the one write that may be on its way to the store.
 
     Args:
-        desk: What all parts share.
-        chain: What the store holds.
+        desk: State that all components share.
+        chain: Chain as the store holds it.
     """
 
     def __init__(self, desk: Desk, chain: Chain) -> None:

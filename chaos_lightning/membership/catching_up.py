@@ -28,7 +28,7 @@ class CatchingUp:
 
     Attributes:
         applied: Steps of the log that this newcomer has replayed.
-        done: It has caught up.
+        done: Whether this newcomer has caught up.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class CatchingUp:
         taken for the trend; a newcomer that is only a window behind is never judged, nor one that has caught up.
 
         Args:
-            lag: Slots that it is behind.
-            now: By a monotonic clock, s.
+            lag: Number of slots that the newcomer is behind.
+            now: Time of a monotonic clock, s.
 
         Returns:
-            Why catching up has no end in sight; empty if it has one, or if it is too early to tell.
+            Reason why catching up has no end in sight; empty if it has one, or if it is too early to tell.
         """
         if self.done:
             return ""

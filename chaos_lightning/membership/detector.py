@@ -65,8 +65,8 @@ class Suspicion:
     stopped: bool = False
     """Whether a process table has said that the process is stopped: it was not busy."""
     strangers: set[str] = field(default_factory=set)
-    """Those of the asked that never had a link to the suspect: their denial is enough to hold a last holder, and no
-    death.
+    """Asked members that never had a link to the suspect. Their denial shows no death; it is only enough to hold a last
+    holder.
     """
 
 
@@ -106,7 +106,7 @@ class Detector:
 
     Args:
         settings: Timeouts, in seconds.
-        pacing: How often members are to speak.
+        pacing: Interval at which members send, and the silence after which they are suspected.
     """
 
     def __init__(self, settings: Settings, pacing: Pacing) -> None:

@@ -98,9 +98,9 @@ class Dialling:
         """Returns the next steps after a failed attempt to dial a peer.
 
         Args:
-            peer: Who was dialled.
-            reason: Why.
-            chance: Drawn from [0, 1), so that two that dial together do not go on doing so.
+            peer: Id of the member that was dialled.
+            reason: Text that says why the attempt failed.
+            chance: Random number from [0, 1), so that two members that dial together do not go on doing so.
         """
         self._under_way.discard(peer)
         if peer not in self.wanted:

@@ -22,10 +22,10 @@ class JobEnd:
     """End of a job, and what newcomers that come afterwards are told.
 
     Args:
-        desk: What all parts share.
-        book: The chain.
-        roster: Everybody who is told.
-        chain: What the store holds: perhaps the end already.
+        desk: State that all components share.
+        book: Chain of decided views.
+        roster: Processes that are told of the end.
+        chain: Chain as the store holds it, perhaps with the end already.
     """
 
     def __init__(self, desk: Desk, book: Book, roster: Roster, chain: Chain) -> None:

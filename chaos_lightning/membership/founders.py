@@ -25,7 +25,7 @@ class Founders:
     """Rules on how long the founders of a job wait for each other.
 
     Args:
-        desk: What all parts share.
+        desk: State that all components share.
     """
 
     def __init__(self, desk: Desk) -> None:

@@ -195,8 +195,8 @@ class Graph:
         They come in one after the other, each when somebody is in to whom it has a link.
 
         Args:
-            members: By id.
-            waiting: Newcomers that count, too: a view was to let them in, and no header has carried it.
+            members: Ids of the members.
+            waiting: Ids of newcomers that count, too: a view was to let them in, and no header has carried it.
         """
         here = [p for p in map(self._roster.peers.__getitem__, waiting) if not p.leaving]
         here += [p for p in self._roster.willing() if not p.stranded]

@@ -266,8 +266,8 @@ class Keeper:
         """Returns the header on which the job is founded, and in words what becomes of the state that the job had.
 
         Args:
-            founders: As `first_by_state` orders them.
-            divided: Each of them is to hold parts of the state.
+            founders: Founders of the job, in the order of `first_by_state`.
+            divided: Whether each of them is to hold parts of the state.
         """
         lost = f"the state that it had{self._reached_words()} is lost{self._without}" if self._book.views else ""
         kept = founders[0].kept

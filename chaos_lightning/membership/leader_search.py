@@ -80,10 +80,10 @@ class Conversation:
     """Outcome of a conversation with a scheduler, or of the failed attempt to begin one.
 
     Attributes:
-        answered: The scheduler said something for this member.
-        silent: It said nothing for so long that another one may lead.
-        standby: It stands by.
-        leader: Where a standby says that the leader listens; "" if it knows none.
+        answered: Whether the scheduler sent something for this member.
+        silent: Whether the scheduler was silent for so long that another one may lead.
+        standby: Whether the scheduler is a standby.
+        leader: HOST:PORT of the leader, as a standby names it; "" if it knows none.
     """
 
     answered: bool = False
@@ -126,12 +126,12 @@ class LeaderSearch:
         """Handles the end of a conversation, and chooses the scheduler to ask next.
 
         Args:
-            attempt: How the conversation with `endpoint` ended.
-            now_s: By any clock that only goes forward.
-            chance: From 0 to 1, drawn anew each time.
+            attempt: Outcome of the conversation with `endpoint`.
+            now_s: Time of any clock that only goes forward, s.
+            chance: Random number from 0 to 1, drawn anew each time.
 
         Returns:
-            How long to rest before (s); 0 if a standby has named the leader, who is asked at once.
+            Seconds to rest before the next attempt; 0 if a standby has named the leader, who is asked at once.
         """
         self.failures = 0 if attempt.answered else self.failures + 1
         if attempt.answered or attempt.standby:

@@ -67,8 +67,8 @@ class _Here:
     """Members and newcomers that are present, and may be told of each other.
 
     Args:
-        members: Living ones of the latest view, by id.
-        newcomers: By id.
+        members: Living members of the latest view, by id.
+        newcomers: Newcomers that are present, by id.
         joins: Ids of those members that have yet to enter that view.
     """
 

@@ -140,22 +140,22 @@ class MemberMachine:
     """State machine of one member in the membership protocol.
 
     Args:
-        spread: How headers get to all members.
+        spread: Shape of the tree along which headers are forwarded.
 
     Attributes:
-        phase: See the module.
-        member_id: Given by the scheduler; "" before Welcome.
+        phase: Phase of the member (see the module).
+        member_id: Id that the scheduler gave; "" before Welcome.
         view: The view entered; None before the first.
         assigning: The view that `header` named: the assignment of the open slot is its function (protocol.md 10).
         header: The last committed header.
         pending: Header of the next slot, for want of reduced bytes not committed.
-        parts: Parts of the state that it owns and holds.
-        promised: Nothing older than this is looked at.
-        pending_leave: Why this member asked to leave; "" if it did not.
+        parts: Parts of the state that this member owns and holds.
+        promised: Number that this member has promised: older views are ignored.
+        pending_leave: Reason for which this member asked to leave; "" if it did not.
         notice: Last words of the scheduler.
-        term: The highest of any scheduler of its chain that this member heard of.
-        learners: Newcomers that are to be served, as the scheduler said last.
-        closing_is_stable: All members have the closing header, so the last slot may leave the job, too (4).
+        term: Highest term of a scheduler of its chain that this member heard of.
+        learners: Ids of newcomers that are to be served, as the scheduler said last.
+        closing_is_stable: Whether all members have the closing header, so the last slot may leave the job, too (4).
         stimulus_log: The last (now, event) pairs, large ones in words.
     """
 

@@ -53,8 +53,8 @@ class Division:
     """Division of the training state of one view into numbered parts.
 
     Args:
-        members: Ids, in rank order.
-        pipelines: Those of the view; None: it has none.
+        members: Ids of the members, in rank order.
+        pipelines: Pipelines of the view; None: it has none.
 
     Raises:
         PlanError: The pipelines name somebody who is no member, or nobody owns a layer.
@@ -153,7 +153,7 @@ class Division:
         not.
 
         Args:
-            micro_batches: Numbers of those that have samples.
-            given: By member: what its contribution names.
+            micro_batches: Numbers of the micro-batches that have samples.
+            given: Micro-batches and layers that each member's gradient sums cover, by member.
         """
         return coverage_error(self.layer_count, micro_batches, given) if self.pipelines is not None else ""

@@ -79,19 +79,19 @@ class Past:
     """Decided views of a chain, as far as questions about them may still come.
 
     Attributes:
-        views: Numbers of all of its views.
-        let_go: Numbers of those that a header was to carry and that lack members of the view before, which had asked
+        views: Numbers of all views of the chain.
+        let_go: Numbers of views that a header was to carry and that lack members of the view before, which had asked
             to leave or were drained.
-        members: By member: the first view with it, the first one after that without it, and so on. Whoever came or
-            went last is last.
-        forgotten: The last view with which a member went that is forgotten.
+        members: Views at which each member came and went, by member: the first view with it, the first one after
+            that without it, and so on. The member that came or went last is last.
+        forgotten: The last view with which a member went that is no longer in `members`.
         rebuilt: The last view with which a lost chain was rebuilt.
         incarnation: The highest number that a member's id ends with.
         together: Whether any view has several members.
         hosts: Two of the members' machines, or the only one.
         plan_reason: Reason of the last view that tells of its plan.
         inside: Members of the last view.
-        leaving: Those that the last view lets go and that are needed until it is settled (P9).
+        leaving: Members that the last view lets go and that are needed until it is settled (P9).
     """
 
     views: Numbers = field(default_factory=Numbers)

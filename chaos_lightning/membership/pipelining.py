@@ -78,10 +78,10 @@ class PipelineChoice:
     """Pipelines chosen for a view, or the reason why there are none.
 
     Attributes:
-        text: As the view carries it; "" if no plan fits its members.
-        reason: In words.
-        facts: What it was chosen among, and what moves, for the event log.
-        ends: The job is to end, and begin again from a checkpoint.
+        text: Pipelines as text, as the view carries them; "" if no plan fits its members.
+        reason: Reason of the choice in words.
+        facts: Facts about the choice and what moves, for the event log.
+        ends: Whether the job is to end, and begin again from a checkpoint.
     """
 
     text: str
@@ -113,10 +113,10 @@ class ViewPipeliner(ABC):
         """Returns the pipelines of a view whose members have changed.
 
         Args:
-            before: The text of the view before; "" if the job is founded.
-            members: Of the new view, in rank order.
-            leaving: Members that it lets go, and that serve what they hold until others have it.
-            held: Parts that each of them holds, as normal spans of part numbers (parts.py); None: what they own in the
+            before: Pipelines of the view before, as text; "" if the job is founded.
+            members: Members of the new view, in rank order.
+            leaving: Members that the new view lets go, and that serve what they hold until others have it.
+            held: Parts that each member holds, as normal spans of part numbers (parts.py); None: what they own in the
                 view before, or at GENESIS whatever they come to own.
             links: Pairs of members that have a link.
         """
@@ -130,9 +130,9 @@ class ViewPipeliner(ABC):
         worth the change.
 
         Args:
-            before: The text of the view that rules.
+            before: Pipelines of the view that rules, as text.
             members: The members of that view.
-            plan: As JSON.
+            plan: Plan that was found, as JSON.
             links: Pairs of members that have a link.
         """
         return PipelineChoice(text=before, reason="nobody has asked for another plan")
@@ -143,7 +143,8 @@ class ViewPipeliner(ABC):
         Args:
             view: The view.
             step_s: Time that a step takes, s.
-            between_s: By member: from its last unit of a step to the first of the next, as far as that is told.
+            between_s: Seconds from a member's last unit of a step to its first unit of the next, by member; only those
+                that are known.
         """
         return None
 
@@ -192,12 +193,12 @@ class Lineup:
     """Members of a view after a failure, with the pipelines that fit them.
 
     Attributes:
-        pipelines: As text.
-        members: In rank order; none if the job parts.
-        joiners: Those of them that must get the state.
-        leaving: Members that are let go and serve their parts meanwhile.
-        reason: In words, if the pipelines are others than before.
-        ends: Why there is no such view, and the job ends.
+        pipelines: Pipelines as text.
+        members: Members in rank order; none if the job parts.
+        joiners: Ids of the members that must get the state.
+        leaving: Members that are let go and serve their parts until others have them.
+        reason: Reason of the pipelines in words, if they are others than before.
+        ends: Reason why there is no such view, and the job ends; "" if there is one.
     """
 
     pipelines: str = ""
@@ -212,12 +213,12 @@ class Pipelining:
     """Pipelines of the views that one scheduler makes.
 
     Args:
-        desk: What all parts share.
-        book: The chain.
-        roster: Everybody.
-        graph: Which links a view may use.
-        topology: What members have told of their links.
-        pipeliner_for: Makes what makes pipelines, once somebody asks for them.
+        desk: State that all components share.
+        book: Chain of decided views.
+        roster: Records of all processes.
+        graph: Links that a view may use.
+        topology: Links as members have reported them.
+        pipeliner_for: Makes the maker of pipelines, once a member asks for some.
     """
 
     def __init__(
@@ -298,10 +299,10 @@ class Pipelining:
         `ViewPipeliner`.
 
         Args:
-            members: In rank order.
-            pairs: Those of them that have a link.
+            members: Members of the view, in rank order.
+            pairs: Pairs of members that have a link.
             leaving: Members that the view lets go.
-            anew: The job is founded.
+            anew: Whether the job is founded.
         """
         if not self.wanted:
             return "", ""

@@ -34,7 +34,7 @@ class PlannedPipeliner(ViewPipeliner):
     """Maker of the views' pipelines that uses the planner.
 
     Args:
-        requests: What members ask for, by id; it changes as members come and go.
+        requests: Requests of members for pipelines, by id; they change as members come and go.
     """
 
     def __init__(self, requests: Mapping[str, PipelineRequest]) -> None:

@@ -30,7 +30,7 @@ class MeasuredLink:
     """Usual rate and latency of a link between two machines, as members have measured them.
 
     Args:
-        topology: What members have reported of their links.
+        topology: Links as members have reported them.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -71,8 +71,8 @@ def change(before: LinkRate | None, now: LinkRate | None) -> str:
     """Returns in words how the links between machines differ from those by which a plan was made; "" if they do not.
 
     Args:
-        before: That one; None: it is not known.
-        now: As it was measured; None: it was not.
+        before: Link by which the plan was made; None: not known.
+        now: Link as it was measured; None: it was not.
     """
     if now is None or before is None or before == now:
         return ""

@@ -58,8 +58,9 @@ class Recovery:
         """Begins a recovery, unless earlier ones led to no committed slot and this one has to wait (see backoff.py).
 
         Args:
-            why: In words.
-            urgent: Somebody is to be excluded who was not when the last one began, so there is an end to it.
+            why: Reason in words.
+            urgent: Whether the recovery excludes a member that the last one did not, so there is an end to such
+                recoveries. It does not wait.
         """
         if not urgent and self.paced(why):
             return False

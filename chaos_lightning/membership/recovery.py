@@ -52,7 +52,7 @@ class Ruling:
     leaving: tuple[str, ...] = ()
     """Members that the latest view lets go, and that can serve their parts at the base (P9)."""
     bound: tuple[str, ...] = ()
-    """Those of `leaving` that no header has let go."""
+    """Members of `leaving` that no header has let go."""
     held: tuple[tuple[str, tuple[Span, ...]], ...] | None = None
     """Parts that members and leavers hold at the base; None if it is GENESIS, where the oldest owners make them."""
     lost: tuple[Span, ...] = ()
@@ -161,8 +161,8 @@ def rule(latest: View, past: Past, reports: Mapping[str, Report], told: Sequence
     Args:
         latest: The last decided view; it names the possible members.
         past: All decided views.
-        reports: By member id; all answers to the same Prepare.
-        told: Where members stood that have written their parts down as the job parted (P13), and that are gone.
+        reports: Reports by member id; all answer the same Prepare.
+        told: Last reports of members that have stored their parts as the job parted (P13), and are gone.
 
     Returns:
         The ruling with its reason in words. `base` is None if some part of the training state is held by nobody.

@@ -41,11 +41,11 @@ class Roster:
     """Records of all processes that one scheduler knows.
 
     Args:
-        desk: What all parts share.
-        book: The chain.
-        detector: Forgets whom the scheduler forgets, as the next one does.
-        topology: The graph of links.
-        chain: What the store holds: members of its last view are expected.
+        desk: State that all components share.
+        book: Chain of decided views.
+        detector: Detector of deaths, which forgets the processes that the roster forgets.
+        topology: Graph of links.
+        chain: Chain as the store holds it: members of its last view are expected.
     """
 
     def __init__(self, desk: Desk, book: Book, detector: Detector, topology: Topology, chain: Chain) -> None:

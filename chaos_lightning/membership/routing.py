@@ -44,13 +44,13 @@ def next_hops(me: str, members: Sequence[str], links: Iterable[LinkSpec]) -> dic
     """Returns, for each other member, the neighbour through which it is reached.
 
     Args:
-        me: Where the ways begin.
-        members: In rank order; ties are broken by it.
+        me: Id of the member at which the ways begin.
+        members: Ids in rank order, which breaks ties.
         links: Pairs that have a link; none at all means that every pair has one. Links with an end outside `members`
             do not count.
 
     Returns:
-        Addressee to neighbour; members that cannot be reached are missing.
+        Neighbours by addressee; members that cannot be reached are missing.
     """
     pairs = [(link.a, link.b) for link in links]
     if not pairs:

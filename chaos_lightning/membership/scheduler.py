@@ -129,8 +129,8 @@ class SchedulerMachine:
 
     Args:
         settings: The job's rules.
-        chain: What the store holds.
-        pipeliner_for: Makes what makes the pipelines of views, if members ask for some.
+        chain: Chain as the store holds it.
+        pipeliner_for: Makes the maker of the views' pipelines, if members ask for some.
     """
 
     def __init__(self, settings: Settings, chain: Chain, pipeliner_for: PipelinerFactory = planned) -> None:

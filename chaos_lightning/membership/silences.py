@@ -31,7 +31,7 @@ class Silences:
 
     Args:
         settings: Timeouts, in seconds.
-        pacing: How often members are to speak.
+        pacing: Interval at which members send, and the silence after which they are suspected.
     """
 
     def __init__(self, settings: Settings, pacing: Pacing) -> None:

@@ -257,9 +257,9 @@ def miscounted(parts: Division, first: Contribution, contributions: Mapping[str,
     Members of one attempt have one plan, so either can only be a bug.
 
     Args:
-        parts: Those of the view.
+        parts: Parts of the state in the view.
         first: The contribution that says what the slot is.
-        contributions: By member of the view.
+        contributions: Contributions by member of the view.
     """
     wrong = ""
     for member, said in contributions.items():
@@ -301,7 +301,7 @@ def close_slot(
     Args:
         view: The ruling view; `contributions` holds exactly one entry for each of its members.
         prev: The header that the root stands on.
-        contributions: By member id; none is `differing`.
+        contributions: Contributions by member id; none is `differing`.
         waiting: A decided view whose predecessor is `view`, not carried yet.
         learners: Newcomers that are served from this slot on.
     """

@@ -195,8 +195,8 @@ class Topology:
     """Graph of links between members. Members are identified by id, link requests by names.
 
     Args:
-        wishes: What was granted so far, oldest first.
-        degree: See Partners.
+        wishes: Link requests that were granted so far, oldest first.
+        degree: Number of links per member (see Partners).
     """
 
     def __init__(self, wishes: Iterable[LinkWish] = (), degree: int = 0) -> None:

@@ -22,12 +22,12 @@ def verdict(
     """Returns this member's answer on whether the suspect lives, with the evidence.
 
     Args:
-        suspect: Whom the scheduler asks about.
-        here: What this machine's process table says of it.
-        there: What was last heard of its own machine's.
-        silence_s: How long ago it was last heard on the link to it; infinite without a link.
-        limit_s: So long a silence is no silence yet.
-        excused: There is a link, and the silence is this process's own.
+        suspect: Id of the member that the scheduler asks about.
+        here: Evidence of this machine's process table.
+        there: Evidence of the process table on the suspect's machine, as last heard.
+        silence_s: Seconds since the suspect was last heard on the link to it; infinite without a link.
+        limit_s: Seconds; a shorter silence shows nothing.
+        excused: Whether there is a link, and the silence is this process's own.
     """
     if here[1]:
         return Verdict(suspect, *here, seen=True)

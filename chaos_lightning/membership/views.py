@@ -68,9 +68,9 @@ def in_pipelines(view: View, pipelines: str, holders: Collection[str]) -> View:
     files (P13, P14).
 
     Args:
-        view: As `founding_view` makes it.
-        pipelines: As text; "": the view stays as it is.
-        holders: Members that have parts of the base in files; nobody if it is GENESIS.
+        view: View that `founding_view` has made.
+        pipelines: Pipelines as text; "": the view stays as it is.
+        holders: Ids of members that have parts of the base in files; none if it is GENESIS.
     """
     joiners = tuple(m for m in view.ids() if m not in holders) if holders else ()
     return replace(view, pipelines=pipelines, joiners=joiners) if pipelines else view
@@ -118,10 +118,10 @@ def plan_within(
     """Returns the reduction plan for these members over these links, configured or generated, and the reason in words.
 
     Args:
-        spec: As configured.
-        members: In rank order.
-        net: Their links.
-        before: The plan that ruled so far: many members keep it if it fits.
+        spec: Reduction plan as configured.
+        members: Members of the view, in rank order.
+        net: Links of the members.
+        before: Plan that ruled so far: a large job keeps it if it fits.
     """
     ids = [m.id for m in members]
     links = net.known(ids)
@@ -195,12 +195,12 @@ def changed_view(
     """Returns the view that results from an intended change.
 
     Args:
-        view: The one that it follows.
-        number: Its own.
-        change: What changes.
-        plan: As configured.
-        net: Links of its members.
-        pipelines: As text.
+        view: View that the new one follows.
+        number: Number of the new view.
+        change: Intended change.
+        plan: Reduction plan as configured.
+        net: Links of the new view's members.
+        pipelines: Pipelines of the new view, as text.
         why: Reason of the pipelines in words, if they are others than before.
     """
     plan, reason = (

@@ -368,8 +368,8 @@ class Vocabulary:
         """Encodes one of these dataclasses as bytes, as stores keep views and headers.
 
         Raises:
-            TypeError: It has no message, or a field of another type.
-            WireError: More than `limit` bytes.
+            TypeError: The value's type has no message, or a field has another type.
+            WireError: The encoding has more than `limit` bytes.
         """
         plan = self._plans.get(type(value))
         if plan is None:
@@ -390,12 +390,12 @@ class Vocabulary:
         """Makes an envelope for a union of these dataclasses; checks that it matches the proto file.
 
         Args:
-            union: All of them.
-            message: Its proto message has a oneof `message` with a field for each (`snake`).
-            limit: Most bytes.
+            union: Union of the dataclasses.
+            message: Proto message that has a oneof `message` with a field for each (`snake`).
+            limit: Largest number of bytes.
 
         Raises:
-            TypeError: They differ.
+            TypeError: The union and the proto message differ.
         """
         fields = {cls: snake(cls.__name__) for cls in typing.get_args(union)}
         there = {f.name: f.message_type.name for f in message.DESCRIPTOR.oneofs_by_name["message"].fields}

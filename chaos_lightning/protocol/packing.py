@@ -158,7 +158,7 @@ def unpack_view(packed: PackedView) -> View:
     """Unpacks a view that `pack_view` packed.
 
     Raises:
-        WireError: It is no view's packed form.
+        WireError: The given form is not that of a view.
     """
     return unpack_with(packed, unpack_members(packed.members))
 

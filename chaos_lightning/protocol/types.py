@@ -664,9 +664,9 @@ class Differs:
     6b).
 
     Attributes:
-        member: Member whose contribution differs.
-        reason: What differs, with both values, and what to do.
-        rejoin: Whether its state differs, which joining again mends; else its script differs.
+        member: Id of the member whose contribution differs.
+        reason: Text that says what differs, with both values and what to do.
+        rejoin: Whether the member's state is not the job's, so that it must join again; else its script is another.
     """
 
     member: str

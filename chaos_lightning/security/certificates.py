@@ -133,10 +133,10 @@ def certify(
     Args:
         authority: Certificate and key (PEM).
         cluster: The cluster's name.
-        name: The node's.
-        role: A registered one (roles.register_role).
-        hosts: Where it is reached; only of a role that serves.
-        days: How long it counts.
+        name: Name of the node.
+        role: A registered role (roles.register_role).
+        hosts: Host names and addresses at which the node is reached; only for a role that serves.
+        days: Days for which the certificate is valid.
     """
     above, signer = x509.load_pem_x509_certificate(authority[0].encode()), _load_key(authority[1])
     key, called = _key(), serves(role)
@@ -209,7 +209,7 @@ def facts(certificate: x509.Certificate) -> Facts:
     """Returns node, role, hosts and validity that a certificate states.
 
     Raises:
-        WireError: It names no role of ours.
+        WireError: The certificate names no role of ours.
     """
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -45,14 +45,14 @@ class Keys:
     """Keys read from a node's folder, at one moment. Secrets stay out of `repr`.
 
     Attributes:
-        facts: Of this node's certificate.
+        facts: Facts of this node's certificate.
         trusted: Certificates of the authorities that are believed (PEM).
         chain: This node's certificate (PEM).
-        key: Its key (PEM).
-        tokens: The token, and during a rotation the old one; none unless its role shows it.
-        server: For those who come.
-        client: For a look at whom one calls; does not check its host name.
-        curious: The same, and believes everybody: to read what a certificate says that does not count.
+        key: Key of this node (PEM).
+        tokens: Cluster token, and during a rotation the old one; none unless the node's role shows it.
+        server: TLS context for incoming connections.
+        client: TLS context for a look at a server's certificate; does not check its host name.
+        curious: TLS context that trusts any server, to read what a certificate says that is not valid.
     """
 
     facts: Facts

@@ -94,12 +94,12 @@ class Cluster:
     """A cluster's authority, tokens and nodes, as stored in `cluster.json`. Secrets stay out of `repr`.
 
     Attributes:
-        name: Of the cluster, for people.
-        authority: Certificate (PEM) and key (PEM) that sign the nodes'.
-        old_authority: Certificate that is still believed, "" outside of a rotation.
+        name: Name of the cluster, for people.
+        authority: Certificate (PEM) and key (PEM) that sign the nodes' certificates.
+        old_authority: Old authority's certificate, which is still trusted; "" outside of a rotation.
         bridge: The authority's certificate, signed by the old one.
-        tokens: The cluster token; during a rotation the old one behind it.
-        nodes: Who was given keys.
+        tokens: Cluster token; during a rotation followed by the old one.
+        nodes: Nodes and persons that were given keys.
     """
 
     name: str
@@ -259,9 +259,9 @@ def rotate(folder: Path, *, without: Iterable[str] = (), days: float = NODE_DAYS
     """Begins a rotation: makes a new authority, token and certificates; the old ones stay valid until `finish`.
 
     Args:
-        folder: The owner's.
+        folder: Folder of the cluster's owner.
         without: Nodes that get no new keys: after `finish` they are out.
-        days: How long the new certificates hold.
+        days: Days for which the new certificates are valid.
 
     Raises:
         ConfigurationError: A rotation is under way, or there is no such node.

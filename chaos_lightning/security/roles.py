@@ -75,8 +75,8 @@ class Right:
     """Roles that may make a call.
 
     Attributes:
-        roles: Roles of their certificates.
-        with_token: Those of them that must show the cluster token besides.
+        roles: Roles that may make the call.
+        with_token: Roles of these that must show the cluster token besides.
     """
 
     roles: tuple[str, ...]
@@ -93,11 +93,11 @@ class Rights:
         """Registers which roles may make the calls of a service.
 
         Args:
-            service: Its full name, as in its .proto.
-            calls: By the names there.
+            service: Full name of the service, as in its .proto.
+            calls: Rights by name of the call in the .proto.
 
         Raises:
-            ValueError: It is registered already, or names a role that nobody has registered.
+            ValueError: A call is registered already, or a right names a role that is not registered.
         """
         for call, right in calls.items():
             if unknown := [role for role in (*right.roles, *right.with_token) if role not in _SERVES]:

@@ -32,7 +32,7 @@ def tls_trouble(endpoint: str, secret: Secret, timeout_s: float = _TIMEOUT_S, wh
     Args:
         endpoint: HOST:PORT.
         secret: Credentials of this process.
-        timeout_s: For all of it.
+        timeout_s: Seconds for all checks together.
         what: The service that was called there, for the message.
     """
     host, port = split_endpoint(endpoint)
