@@ -119,9 +119,9 @@ def optimizer_tensors(optimizer: Optimizer, prefix: str = "optim0", *, rest: boo
     """Returns an optimizer's state tensors (moments, step counters), then its tensor hyperparameters, in fixed order.
 
     Args:
-        optimizer: Any.
-        prefix: Begins the names.
-        rest: Those that belong to no parameter alone.
+        optimizer: Optimizer of any kind.
+        prefix: Text with which the names begin.
+        rest: Whether to leave out the state of single parameters.
     """
     slots = [(key, value) for key, value in _slots(optimizer) if not (rest and key.isdigit())]
     named = [leaf for key, value in slots for leaf in _leaves(value, f"{prefix}.{key}")]
@@ -157,10 +157,10 @@ def rebuild(tree: Mapping[str, Any], current: Any, path: str, make: Make) -> Any
     """Rebuilds a value of an optimizer's state from its description in a manifest.
 
     Args:
-        tree: From `parameter_manifest` or `optimizer_manifest`.
+        tree: Description of the value, from `parameter_manifest` or `optimizer_manifest`.
         current: The value that is there now.
         path: Name of the value; those of its tensors begin with it, as in `parameter_tensors`.
-        make: Makes its tensors.
+        make: Function that makes the value's tensors.
 
     Raises:
         StateError: The description is of a later release.
@@ -219,10 +219,10 @@ def restore_optimizer(
     Tensors that are new here hold zeros until somebody fills them.
 
     Args:
-        optimizer: Of the same kind, with the same groups; its state may still be empty.
-        manifest: From `optimizer_manifest`.
-        prefix: Names this optimizer in messages and tensor names.
-        rest: What it keeps for parameters stays as it is.
+        optimizer: Optimizer of the manifest's kind, with the same groups; its state may still be empty.
+        manifest: Result of `optimizer_manifest`.
+        prefix: Name of this optimizer in messages and tensor names.
+        rest: Whether the state that the optimizer keeps for parameters stays as it is.
     """
     _check_groups(optimizer, manifest, prefix)
     for number, (group, wanted) in enumerate(zip(optimizer.param_groups, manifest["groups"], strict=True)):
@@ -299,12 +299,12 @@ def restore_parameters(
     """Makes the optimizers' state of these parameters match manifests; the state of other parameters stays as it is.
 
     Args:
-        optimizers: Of the same kinds.
-        parameters: Named.
-        given: From `parameter_manifest`.
+        optimizers: Optimizers of the manifests' kinds, in the same order.
+        parameters: Parameters with their names.
+        given: Manifests from `parameter_manifest`, one for each optimizer.
 
     Raises:
-        StateError: They do not fit; says what.
+        StateError: The manifests do not fit the optimizers; says what.
     """
     _check_count(optimizers, given)
     for number, (optimizer, manifest) in enumerate(zip(optimizers, given, strict=True)):
@@ -368,8 +368,8 @@ def rest_tensors(
 
     Args:
         module: The model.
-        buffers: Names of those that all members have.
-        optimizers: In an order that is equal on all members.
+        buffers: Names of the buffers that all members have.
+        optimizers: Optimizers, in the same order on all members.
     """
     named = [(n, t) for n, t in module_tensors(module) if n.partition(".")[2] in buffers]
     for number, optimizer in enumerate(optimizers):
@@ -395,7 +395,7 @@ class ModuleState:
 
         Args:
             module: The model.
-            optimizers: In an order that is equal on all members.
+            optimizers: Optimizers, in the same order on all members.
             extra: Schedulers, scalers, averaged copies of the model (an `nn.Module` here is replicated like the model).
             rest: Names of buffers that are of the rest, where members own parts of the model: this is the rest then
                 (part_state.py), and the model has no copies.

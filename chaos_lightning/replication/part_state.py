@@ -66,10 +66,10 @@ class PartState:
     """Access (`PartAccess`) to a layer, or to a parameter that several layers share.
 
     Args:
-        part: Its name.
+        part: Name of the part.
         module: The model, of which other parts may have no memory here.
         names: Names of the part's parameters and buffers; of tied ones, any.
-        optimizers: In an order that is equal on all members.
+        optimizers: Optimizers, in the same order on all members.
     """
 
     def __init__(self, part: str, module: nn.Module, names: Collection[str], optimizers: Sequence[Optimizer]) -> None:
@@ -119,7 +119,7 @@ class RestState:
     """Access (`PartAccess`) to the part `rest`: all state that belongs to no single layer; no forward pass changes it.
 
     Args:
-        state: The same without a name.
+        state: Access to the state that belongs to no single layer.
     """
 
     part = REST
@@ -149,7 +149,7 @@ class PartCopy:
     It may be pulled again after a pull that failed: what has arrived is not sent once more.
 
     Args:
-        part: Its name.
+        part: Name of the part.
     """
 
     def __init__(self, part: str) -> None:
@@ -221,8 +221,8 @@ class PartServer:
 
         Args:
             header: The committed header.
-            parts: Those that are served.
-            view: As of `part_name`.
+            parts: Parts to serve.
+            view: The view that makes GENESIS's parts; None at any other header (`part_name`).
             lacking: Names of parts that are not here at this header: whoever asks for one hears so at once.
         """
         self.drop()
@@ -257,14 +257,14 @@ def pull_part(
         donors: Members that hold it, the oldest first.
         dial: Opens an authenticated bulk connection.
         header: The committed header.
-        state: The part here; its tensors have memory.
-        view: As of `part_name`.
+        state: Access to the part at this member; its tensors have memory.
+        view: The view that makes GENESIS's parts; None at any other header (`part_name`).
         config: Waits and sizes.
-        abandoned: Says whether the pull has become pointless.
+        abandoned: Function that says whether the pull has become pointless.
         loading: Donors that get the part themselves.
 
     Raises:
-        StateError, DeadlineError: As `pull_state`.
+        StateError, DeadlineError: The pull has failed, for one of the reasons that `pull_state` has.
     """
     head = named_head(part_name(header, state.part, view))
     return pull_state(
@@ -288,11 +288,11 @@ def part_manifest(
         dial: Opens an authenticated bulk connection.
         header: The committed header.
         part: Name of the part.
-        config: Waits.
-        abandoned: Says whether the answer has become pointless.
+        config: Times to wait.
+        abandoned: Function that says whether the answer has become pointless.
 
     Raises:
-        StateError, DeadlineError: Nobody gives it; says why.
+        StateError, DeadlineError: No donor gives the manifest; says why.
     """
     head = named_head(part_name(header, part))
     with PullSession(donors, dial, what=f"manifest of {part}", head=head, seq=header.seq, config=config) as session:

@@ -39,12 +39,13 @@ class StateReader:
     Args:
         endpoints: The donors, in the order in which they are to be asked.
         dial: Opens an authenticated bulk socket.
-        state: Where it goes; `prepare` and `adopt` are called in the calling thread.
+        state: State of this member, into which the bytes are read; `prepare` and `adopt` are called in the calling
+            thread.
         head: Hash of the header.
-        seq: Its slot.
+        seq: Slot of the header.
         config: Waits and sizes.
-        abandoned: Asked now and then; True ends it.
-        keep: Given (member, connection) of connections that are in good order afterwards; any thread.
+        abandoned: Function that is asked now and then; True ends the reading.
+        keep: Function that is given (member, connection) of connections that are in good order afterwards; any thread.
     """
 
     def __init__(
