@@ -65,7 +65,7 @@ class Layout:
     """Byte ranges of all tensors, grouped in runs of one dtype, and a hash of it all.
 
     Args:
-        sections: What each optimizer owns. A parameter may stand in one section only.
+        sections: Parameters of each optimizer. A parameter may be in one section only.
         buffers: Floating or integer buffers that forward passes change; reduced with every step as float32
             (integers are rounded back: exact up to 2**24).
         part_of: Part of the training state that each tensor belongs to, by name; None: there is one part, "".
@@ -144,7 +144,7 @@ class Layout:
         """Device of all parameters; in a pipeline, of those that are not on the meta device.
 
         Raises:
-            ConfigurationError: On several devices, or there are none.
+            ConfigurationError: The parameters are on several devices, or there are none.
         """
         bare = self._part_of is not None
         devices = {slot.tensor.device for slot in self.slots if not (bare and slot.tensor.is_meta)}
@@ -175,7 +175,7 @@ class Layout:
         """Returns the byte ranges grouped by the members that own them, each of which groups gets trees of its own.
 
         Args:
-            owners: By part: members that own it.
+            owners: Members that own each part, by part.
         """
         found: dict[tuple[str, ...], list[Span]] = {}
         for run in self.runs:

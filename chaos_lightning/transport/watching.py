@@ -36,9 +36,9 @@ class Watching:
     else by the loop's.
 
     Args:
-        loop: Reads what the watcher tells.
-        failed: Told why there is no watcher.
-        broken: Told, by the loop, whose watcher there is no connection to any more.
+        loop: Loop that reads what the watcher tells.
+        failed: Function that is told why there is no watcher.
+        broken: Function that is told, by the loop, to whose watcher there is no connection any more.
     """
 
     def __init__(self, loop: IoLoop, failed: Callable[[str], None], broken: Callable[[str], None]) -> None:
