@@ -161,7 +161,7 @@ class Launcher(_Launcher):
     """Launcher that calls the Trainer's function in the present process, since members are started from outside.
 
     Args:
-        session: Returns the part in the job of the fit that has just ended; None if it had none.
+        session: Function that returns the part in the job of the fit that has just ended; None if it had none.
     """
 
     def __init__(self, session: Callable[[], Leaver | None]) -> None:
@@ -188,7 +188,7 @@ class RankLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher of DDP ranks, which also raises LeftJobError if the fit has left its job.
 
     Args:
-        session: As of `Launcher`.
+        session: Function that returns the part in the job of the fit that has just ended; None if it had none.
     """
 
     def __init__(self, session: Callable[[], Leaver | None], *args: Any, **kwargs: Any) -> None:

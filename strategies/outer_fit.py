@@ -76,8 +76,8 @@ class OuterFit:
 
     Args:
         trainer: Trainer of this fit.
-        writes: Takes in whether this cluster is the oldest one, which logs and writes; returns whether it has become
-            that.
+        writes: Function that takes whether this cluster is the oldest one, which logs and writes; returns whether it
+            has become that.
         patience_s: Seconds to wait for samples, or for the job's end.
         ranks: Number of processes of the cluster.
 
@@ -476,7 +476,7 @@ class OuterCompanion(pl.Callback):
     at all.
 
     Args:
-        fit: This cluster's part; None in a copy, which has no part in a job.
+        fit: Part of this cluster in the outer job; None in a copy, which has no part in a job.
     """
 
     def __init__(self, fit: OuterFit | None) -> None:

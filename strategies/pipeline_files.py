@@ -61,15 +61,16 @@ def save_checkpoint(
     """Writes a checkpoint of the whole model. Called after the barrier, in place of `saving.save`.
 
     Args:
-        strategy: As for `saving.save`.
-        session: As for `saving.save`.
-        checkpoint: As for `saving.save`.
-        filepath: As for `saving.save`.
-        storage_options: As for `saving.save`.
+        strategy: Strategy, which knows the writer and has the plugin that writes.
+        session: Part of this fit in the job; None outside of fit.
+        checkpoint: Content that Lightning wants to be written.
+        filepath: Path of the file.
+        storage_options: Options of the plugin.
         model: Parts of the model that are at this member.
 
     Raises:
-        StateError: As for `saving.save`; or parts are elsewhere, and their owners cannot be asked.
+        StateError: Another member was to write the file, and could not; or parts are elsewhere, and their owners cannot
+            be asked.
     """
     if session is None or not session.in_job:
         if not strategy.is_global_zero or not (lacking := model.lacking()):

@@ -65,9 +65,10 @@ class LightningState:
         loader: This member's training loader.
         reduce: Function that `self.log(sync_dist=True)` syncs with.
         extra: Functions by name that return, at the donor, what else travels.
-        adopt_extra: Takes that over at the newcomer.
+        adopt_extra: Function that takes over, at the newcomer, what `extra` returned.
         beside: Further state that all members hold alike, with tensors of its own.
-        reload: Makes this member's loaders anew if the donor's were made in another epoch; gets the epochs of its own.
+        reload: Function that makes this member's loaders anew if the donor's were made in another epoch; gets the
+            epochs of its own.
         rest: Names of the buffers that all members have, where they own parts of the model: this is the rest then
             (replication/part_state.py). None: all own all of it.
     """

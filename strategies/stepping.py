@@ -451,7 +451,7 @@ class PipelineStepper:
         """Runs the step's units until the step is committed, and logs the values that they recorded.
 
         Args:
-            number: The optimizer's.
+            number: Number of the optimizer.
             yields: Not used: all members make the same collectives.
         """
         batch = self._batch()

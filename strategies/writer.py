@@ -208,7 +208,7 @@ class Writer:
         """Returns `trainer.log_dir` within a step: the writer's folder, as it was announced last.
 
         Args:
-            own: This member's own, which is the answer if it is the writer or nobody logs.
+            own: Folder of this member, which is the answer if it is the writer or nobody logs.
         """
         return own if self.is_here or not self.told.writer else self.told.folder
 

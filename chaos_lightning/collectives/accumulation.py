@@ -27,10 +27,10 @@ class Accumulation:
     """Gradients of the step under way. An engine uses one object for all steps.
 
     Args:
-        memory: Where gradients and results lie.
-        overlap: Launch gradients during backward.
+        memory: Memory of gradients and results.
+        overlap: Whether gradients are launched during backward passes.
         loop: The I/O thread.
-        reducer: Used in the I/O thread.
+        reducer: Reducer, used in the I/O thread.
     """
 
     def __init__(self, memory: Memory, overlap: bool, loop: IoLoop, reducer: Reducer) -> None:

@@ -79,7 +79,8 @@ class Words:
         of_machines: Whether names tell that a value is a machine's own.
 
     Attributes:
-        formless: What has no canonical form and is not compared: its type's name by its own.
+        formless: Reasons why values have no canonical form and are not compared, such as a type's name, by the value's
+            kind and name.
     """
 
     def __init__(self, own: Collection[str] = (), *, of_machines: bool = True) -> None:
@@ -186,7 +187,7 @@ class _Text:
         """Returns the canonical text of a value.
 
         Raises:
-            _NoForm: There is none; says what the value is.
+            _NoForm: There is no canonical text; says what the value is.
         """
         self._count += 1
         if self._count > _MOST:
@@ -318,10 +319,10 @@ def run_words(
     """Returns texts that distinguish runs with the same script, port and job name, as in a sweep.
 
     Args:
-        model: Model, of which the layers' settings are compared, and whether it is compiled.
+        model: Model, whose layers' settings count, and whether it is compiled.
         settings: Hyperparameters, by kind.
         own: Names of hyperparameters and layers that may differ between machines.
-        warns: Whether to warn of what is not compared, by name.
+        warns: Whether to warn, by name, of values that are not compared.
     """
     hyper, found = Words(own), layer_words(model, own)
     for kind, values in settings.items():

@@ -40,7 +40,7 @@ class Gradients:
     Args:
         memory: The flat buffers, and cells.
         overlap: Whether hooks launch cells during backward; else everything happens in `flush`.
-        ready: Called with the start offsets of cells that are final (any thread).
+        ready: Function that is called with the start offsets of cells that are final (any thread).
     """
 
     def __init__(self, memory: Memory, overlap: bool, ready: Ready) -> None:
@@ -125,9 +125,9 @@ class Gradients:
         come.
 
         Args:
-            section: Number of the optimizer whose parameters are meant.
-            coefficient: Factor of the gradients.
-            by_part: The last one for parts that `closing` will name, and for no others.
+            section: Number of the optimizer whose parameters get gradients.
+            coefficient: Factor that gradients are multiplied with.
+            by_part: Whether the pass is the last one only for parts that `closing` will name.
         """
         self._section = section
         self._scope = self._layout.section_slots[section]
@@ -271,7 +271,7 @@ class Gradients:
         accelerator's flat memory), which `.grad` then views.
 
         Args:
-            header: The step's.
+            header: Header of the step.
             raw: The sum; if None, it lies in results[seq % 2].
             totals: Sums of all owners' shares of reduced buffers, by part, if `flush` was given shares.
         """

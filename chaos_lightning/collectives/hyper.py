@@ -47,7 +47,7 @@ def hyper_words(optimizers: Iterable[Optimizer]) -> str:
     Callables and tensors with more than one element are left out: they have no short words. `set_hyper` reads this.
 
     Raises:
-        ConfigurationError: These words do not fit into a message.
+        ConfigurationError: The text does not fit into a message.
     """
     words = []
     for number, optimizer in enumerate(optimizers):

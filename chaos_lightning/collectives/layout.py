@@ -144,7 +144,7 @@ class Layout:
         """Device of all parameters; in a pipeline, of those that are not on the meta device.
 
         Raises:
-            ConfigurationError: On several devices, or there are none.
+            ConfigurationError: The parameters are on several devices, or there are none.
         """
         bare = self._part_of is not None
         devices = {slot.tensor.device for slot in self.slots if not (bare and slot.tensor.is_meta)}
@@ -175,7 +175,7 @@ class Layout:
         """Returns the byte ranges grouped by the members that own them, each of which groups gets trees of its own.
 
         Args:
-            owners: Members that own a part, by part.
+            owners: Members that own each part, by part.
         """
         found: dict[tuple[str, ...], list[Span]] = {}
         for run in self.runs:

@@ -62,8 +62,8 @@ class Memory:
     """Host buffers for the bytes of a layout; pinned if gradients are on an accelerator.
 
     Args:
-        layout: What lies in them.
-        chunk_nbytes: The job's; 0 for the usual size.
+        layout: Layout of the bytes.
+        chunk_nbytes: Bytes of a chunk in this job; 0 for the usual size.
         owned: Bytes of the layout that this member owns, as `Layout.spans_of` gives them, in memory of their own with
             one result; None: all of them, with two results.
 
@@ -83,7 +83,8 @@ class Memory:
         """Allocates memory for these bytes of the layout; discards the former content and all lent gradients.
 
         Raises:
-            ConfigurationError: As `Layout.device`, which nobody needs who owns no bytes.
+            ConfigurationError: The layout has no single device (`Layout.device`); does not matter to a member that owns
+                no bytes.
         """
         self.owned = None if owned is None else tuple(owned)
         spans = ((0, self.layout.nbytes),) if self.owned is None else self.owned

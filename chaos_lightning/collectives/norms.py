@@ -21,8 +21,8 @@ class PartNorm(NamedTuple):
     """Norm of the summed gradients of one part.
 
     Attributes:
-        squared: Square of its norm, of double precision.
-        finite: All its numbers are.
+        squared: Square of the norm, in double precision.
+        finite: Whether all numbers of the gradients are finite.
     """
 
     squared: float
@@ -34,8 +34,8 @@ def part_norms(memory: Memory, section: int, seq: int) -> dict[str, PartNorm]:
     """Returns the norms of the parts that this member owns, in the layout's order.
 
     Args:
-        memory: Memory in which the slot's result is complete.
-        section: Number of the optimizer whose parameters are meant.
+        memory: Memory whose result of the slot is complete.
+        section: Number of the optimizer whose parameters count.
         seq: The slot.
     """
     found: dict[str, PartNorm] = {}
@@ -55,7 +55,7 @@ def whole_norm(norms: Iterable[PartNorm], total: float) -> PartNorm:
     """Combines the parts' norms to the norm of the averaged gradient; bitwise equal at all members.
 
     Args:
-        norms: Norm of each part once, in the order of parts, as its oldest owner said.
+        norms: Norm of each part, once, in the order of parts, as the part's oldest owner said.
         total: The header's weight, by which sums are divided; 0: there is no gradient.
     """
     squared, finite = 0.0, True

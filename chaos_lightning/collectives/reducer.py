@@ -115,8 +115,8 @@ class Reducer:
     Args:
         memory: The flat buffers, and cells.
         send: Queues a chunk for a peer.
-        on_done: Told once when every chunk of an attempt is complete here.
-        owners: Who owns which bytes; asked once for each view.
+        on_done: Function that is told once when every chunk of an attempt is complete here.
+        owners: Function that returns which members own which bytes; asked once for each view.
     """
 
     def __init__(
@@ -214,9 +214,9 @@ class Reducer:
 
         Args:
             seq: The slot.
-            scope: What the step reduces.
-            empty: This member has no gradient (weight 0).
-            view: The gradient is for the attempt of this view alone; None: for any attempt at the slot.
+            scope: Byte ranges that the step reduces.
+            empty: Whether this member has no gradient (weight 0).
+            view: View for whose attempt alone the gradient is; None: for any attempt at the slot.
         """
         self._own = _Own(seq, scope, set(), empty, view)
         attempt = self._attempt

@@ -27,10 +27,10 @@ class KeyedSamples(Dataset[Any]):
     """Data set of whole micro-batches that wraps the user's. Picklable if the user's data set and collate_fn are.
 
     Args:
-        dataset: The user's.
-        collate: Makes a batch of samples, or converts an item.
+        dataset: Data set of the user.
+        collate: Function that makes a batch of samples, or converts an item.
         unit: See `Orders`.
-        seed: The job's.
+        seed: Seed of the job.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], unit: str, seed: int) -> None:

@@ -47,12 +47,12 @@ class LeaseSource(Protocol):
 
         Args:
             positions: Number of positions that are wanted.
-            wait: Whether to wait until there are some, however long it takes.
-            within: Waits only as long as this epoch is not over; -1: for those of any.
+            wait: Whether to wait until there are positions, however long it takes.
+            within: Number of the epoch whose end ends the wait; -1: the wait does not depend on an epoch.
 
         Returns:
-            By epoch, in order. Nothing: there are none at the moment, or, with `wait`, the epoch is over, or this
-            cluster is to train no more.
+            Leased positions, each with its epoch, in order. Empty if there are none at the moment, or, with `wait`, if
+            the epoch is over or this cluster is to train no more.
         """
 
 
@@ -60,10 +60,10 @@ class LeasedLoader:
     """Loader of one cluster's batches from data that clusters share. It is its own iterator; one pass covers one epoch.
 
     Args:
-        loader: The user's own: a torch DataLoader over a map-style data set.
-        seed: Keys the order of each epoch; equal in all clusters.
-        source: Leases.
-        who: This cluster; keys its workers' randomness.
+        loader: Loader of the user: a torch DataLoader over a map-style data set.
+        seed: Seed of each epoch's order; equal in all clusters.
+        source: Source of leased positions.
+        who: Name of this cluster; keys its workers' randomness.
         first: Number of the job's first epoch; where a job goes on from a checkpoint, it is not 0.
         part: (rank, ranks) of this process in the cluster. All ranks claim the same positions, and each loads its part
             of a batch of all of them.
@@ -73,11 +73,11 @@ class LeasedLoader:
         ConfigurationError: With drop_last an epoch has no batch.
 
     Attributes:
-        loader: The user's loader.
-        stats: Counters.
-        batch: Samples of a batch, of all ranks together.
+        loader: Loader of the user.
+        stats: Counters of what was loaded.
+        batch: Number of samples of a batch, of all ranks together.
         begun: Whether the present pass has had a batch.
-        epoch: Epoch of the present pass.
+        epoch: Number of the epoch that the present pass covers.
     """
 
     def __init__(

@@ -46,12 +46,13 @@ class ElasticLoader:
     """Loader of one member's share of the job's data, as micro-batches.
 
     Args:
-        loader: the user's own. mode="shared" needs a torch DataLoader over a map-style data set, "local" takes any
+        loader: Loader of the user. mode="shared" needs a torch DataLoader over a map-style data set, "local" takes any
             iterable.
-        mode: whose data: "shared" or "local".
-        seed: keys the order of every epoch; equal on all members.
+        mode: Kind of data: "shared" by all members, or "local", of each member's own.
+        seed: Seed of the order of every epoch; equal on all members.
         source: the job.
-        tape: of what is leased to the members together, where others share the data with them; epochs are tapes then.
+        tape: Tape of what is leased to the members together, where others share the data with them; epochs are tapes
+            then.
         as_lightning: see `Orders`. Not with a tape: other clusters may be in another epoch than the script's hooks.
         least: Fewest samples that the model trains on at once; equal on all members.
         unfetched: Micro-batches are assigned, and None is yielded for each. `data/steps.py` fetches them by `feed`.

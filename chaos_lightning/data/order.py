@@ -75,8 +75,8 @@ class Orders:
     """Orders of samples in the epochs of one loader.
 
     Args:
-        loader: The user's.
-        seed: Keys all orders.
+        loader: Loader of the user.
+        seed: Seed of all orders.
         stream: The ledger's name of these samples.
         as_lightning: `set_epoch` is called on the samplers that Lightning calls it on, and not on a batch sampler.
 

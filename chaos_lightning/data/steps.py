@@ -52,9 +52,9 @@ class StepBatch:
         positions: Positions of each micro-batch in the epoch's order.
         empty: Numbers of micro-batches without samples; only at the end of an epoch.
         samples: Samples of the step.
-        first: True: a batch is a whole step.
-        last: True.
-        idle: False.
+        first: Always True: a batch is a whole step.
+        last: Always True, as `first`.
+        idle: Always False.
     """
 
     first = last = True
@@ -171,7 +171,7 @@ class StepLoader:
     Args:
         loader: The user's own: a torch DataLoader over a map-style data set.
         mode: "shared"; data of each member's own are refused.
-        seed: Keys the order of every epoch, and random augmentation; equal on all members.
+        seed: Seed of the order of every epoch, and of random augmentation; equal on all members.
         source: The job.
         micro_batches: Micro-batches of a step; equal on all members.
         as_lightning: See `Orders`.

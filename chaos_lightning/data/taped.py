@@ -18,8 +18,8 @@ class TapeOrders:
     is dropped at a tape's end.
 
     Args:
-        orders: Of the whole data.
-        tape: The present one; None before there is one.
+        orders: Orders of the whole data.
+        tape: Function that returns the present tape; None before there is one.
     """
 
     drop_last = False

@@ -104,7 +104,7 @@ class BorderExchange:
         """Raises AttemptOverError if the attempt has ended.
 
         Raises:
-            AttemptOverError: It does not.
+            AttemptOverError: The attempt has ended.
         """
         with self._changed:
             self._check(attempt)
@@ -177,7 +177,7 @@ class BorderExchange:
         """Records that a frame's payload has arrived in the memory that `target` returned.
 
         Raises:
-            WireError: It is no border.
+            WireError: The frame has no bytes, belongs to no border that the peer sends, or exceeds the limit.
         """
         attempt, key = SlotAttempt(frame.view, frame.seq), _key(frame)
         with self._changed:

@@ -36,7 +36,7 @@ class ModelMemory:
 
     Args:
         root: The model, as it was built.
-        seed: The job's.
+        seed: Seed of the job.
         device: Device that tensors get memory on.
         recording: The record that it was built within.
     """
@@ -66,7 +66,7 @@ class ModelMemory:
         """Gives the named tensors memory, with initial values if they had none.
 
         Raises:
-            ConfigurationError: Nobody fills a tensor; names it.
+            ConfigurationError: A tensor has no initial values, since nothing fills it; names it.
             StateError: A tensor was freed that nobody makes again; names it.
         """
         tensors = self._tensors()

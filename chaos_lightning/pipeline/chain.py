@@ -138,13 +138,13 @@ class LayerChain:
             end: Layer behind the last one that runs.
             batch: The micro-batch, as each stage has it.
             received: The tensors that a unit of the layers before has made, on this device.
-            specs: Text that came with them.
+            specs: Text that came with the received tensors.
             at: Numbers of the step and of the micro-batch in it, for random numbers.
-            call: A step of its own, such as a validation's; the same object each time.
+            call: Step of another kind than training's, such as a validation's; the same object each time.
 
         Raises:
             UnsupportedError: The step cannot be run so; names the blocks.
-            StateError: What was received does not fit its specs.
+            StateError: The received tensors do not fit their specs.
             WireError: The specs cannot be read.
         """
         if not 0 <= first < end <= len(self.blocks):
@@ -427,8 +427,8 @@ def chain_blocks(root: nn.Module, path: str) -> list[nn.Module]:
     """Returns the blocks of the chain at this path in the model.
 
     Raises:
-        ConfigurationError: There is none.
-        UnsupportedError: They cannot be told apart, or are compiled as a whole.
+        ConfigurationError: The path leads to no list of blocks.
+        UnsupportedError: The blocks cannot be told apart, or are compiled as a whole.
     """
     module: Any = root
     for name in ["", *path.split(".")]:

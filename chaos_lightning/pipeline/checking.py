@@ -61,7 +61,7 @@ def check_before_training(chain: LayerChain, parts: ModelParts, batch: Any, job:
         chain: The layers; tensors may be absent.
         parts: Parts of the model.
         batch: A micro-batch.
-        job: What layers cost, and the device (`describe`).
+        job: Description of the job (`describe`): costs of layers, and the device.
 
     Raises:
         UnsupportedError: The stages give something else; names it.

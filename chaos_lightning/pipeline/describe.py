@@ -228,7 +228,7 @@ class _Measurement:
             budget_s: Seconds that may be spent on timing.
 
         Raises:
-            _NoRoomError: It cannot run here; says why.
+            _NoRoomError: The layers cannot run here; says why.
         """
         owned, state = self._parts.owned_by(layers), self._state
         tensors = [t for name, t in self._tensors.items() if self._parts.part_of[name] in owned]

@@ -16,7 +16,7 @@ class DeviceMemory(NamedTuple):
     """Memory that one member may use on its device, and where the figure comes from.
 
     Attributes:
-        nbytes: Bytes.
+        nbytes: Size of the memory, in bytes.
         words: A line for the console: how much, and where the figure comes from.
     """
 
@@ -33,7 +33,7 @@ def device_memory(given: int | str | None, device: torch.device, processes_here:
         processes_here: Number of this job's processes on this machine.
 
     Raises:
-        ConfigurationError: It is no size, or the device does not tell its own.
+        ConfigurationError: `given` is no size, or the device does not tell its memory.
     """
     if given is None:
         nbytes = default_device_memory(device, processes_here)

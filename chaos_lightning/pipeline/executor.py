@@ -67,7 +67,7 @@ class Exchange(Protocol):
         """Raises AttemptOverError if the attempt has ended.
 
         Raises:
-            AttemptOverError: It does not.
+            AttemptOverError: The attempt has ended.
         """
 
 
@@ -119,9 +119,9 @@ class Layers(Protocol):
             first: First layer.
             end: Layer behind the last one.
             batch: The micro-batch.
-            received: What layer `first` takes.
-            specs: Text that came with it.
-            at: The step and the number of the micro-batch.
+            received: Tensors that layer `first` takes.
+            specs: Text that came with the received tensors.
+            at: Numbers of the step and of the micro-batch in it.
             call: The user's step, if it is another one than that of training.
         """
 

@@ -67,7 +67,7 @@ def find_chain(root: nn.Module, path: str = "") -> FoundChain:
 
     Raises:
         ConfigurationError: There is no such list, or there are several of which each could be meant.
-        UnsupportedError: It is one that cannot be cut.
+        UnsupportedError: The chain cannot be cut into stages.
     """
     path = path or str(getattr(root, "chaos_chain", ""))
     lists = dict(_lists(root))
@@ -119,7 +119,7 @@ def check_model(root: nn.Module, optimizer: Optimizer) -> None:
     """Refuses a model or optimizer that cannot run in a pipeline.
 
     Raises:
-        UnsupportedError: Says which, and what to do instead.
+        UnsupportedError: The model or the optimizer cannot run; says which, and what to do instead.
     """
     if any(isinstance(p, DTensor) for p in root.parameters()):
         name = type(root).__name__

@@ -37,9 +37,9 @@ class ForwardUnit:
     """Forward pass of one micro-batch through the layers [first, end), kept for its backward pass.
 
     Attributes:
-        tensors: What layer `end` receives, in the graph; empty at the last stage.
+        tensors: Tensors that layer `end` receives, in the graph; empty at the last stage.
         specs: Text that travels with the tensors.
-        result: What the user's step has returned, at the last stage.
+        result: Value that the user's step has returned, at the last stage.
     """
 
     def __init__(self, again: Again, first: int, end: int, at: tuple[int, int]) -> None:
@@ -83,10 +83,10 @@ class ForwardUnit:
         self.calls = list(specs.calls)
 
     def let_go(self) -> tuple[Tensor | GradientEdge, ...]:
-        """Releases `tensors` after they were sent; returns the points at which their backward pass begins.
+        """Releases `tensors` after they were sent; returns the points at which the backward pass begins.
 
         Returns:
-            Where their backward pass begins; of those without one, the tensors.
+            Graph edges at which the backward pass begins; for tensors without one, the tensors.
         """
         found = tuple(get_gradient_edge(t) if t.requires_grad else t for t in self.tensors)
         self.tensors = ()
@@ -108,7 +108,7 @@ class ForwardUnit:
 
         Args:
             roots: `tensors`, or their places in the graph (after `let_go`), or the loss.
-            gradients: Their gradients; None: 1 for a loss, nothing for another tensor.
+            gradients: Gradients of the roots; None: 1 for a loss, nothing for another tensor.
 
         Returns:
             Gradients of the tensors that were received; None for those that need none.

@@ -67,10 +67,10 @@ def alone(who: str, but: str = "") -> bool:
 
     Args:
         who: The part of this package that would take part in a job.
-        but: What cannot go on alone, in words; "": it can.
+        but: Reason why it cannot train alone; "": it can.
 
     Raises:
-        UnsupportedError: It cannot.
+        UnsupportedError: This part of the package cannot train alone.
     """
     from chaos_lightning.errors import UnsupportedError
     from chaos_lightning.settings import PROFILED

@@ -35,11 +35,11 @@ def intercept(module: nn.Module, name: str, answer: Substitute) -> None:
     Args:
         module: The module.
         name: Name of the module in an error.
-        answer: The other call.
+        answer: Function that answers the calls.
 
     Raises:
-        ConfigurationError: Another one answers already.
-        UnsupportedError: Its class cannot be derived from.
+        ConfigurationError: Another function answers the module's calls already.
+        UnsupportedError: The module's class cannot be derived from.
     """
     if module in _ANSWERS:
         raise ConfigurationError(f"{name} belongs to a chain already: close that one first")

@@ -168,7 +168,7 @@ class PassBytes:
         """Finds, in the graph of a finished forward pass, the layers that use each parameter.
 
         Args:
-            roots: What the backward pass begins with, such as the loss.
+            roots: Tensors at which the backward pass begins, such as the loss.
         """
         earlier = set[Node]()
         for layer in range(self.count):
@@ -252,7 +252,7 @@ class StateBytes:
         """Returns the sums of the bytes of parameters and buffers by layer.
 
         Args:
-            rows: Each once.
+            rows: Rows of the state's tensors, each once.
             count: Number of layers.
             name_of: Function that returns the name of a layer.
         """

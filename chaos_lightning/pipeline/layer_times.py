@@ -79,7 +79,7 @@ class TimedPass:
         """Records a call of a block with these tensors, and the time.
 
         Raises:
-            UnsupportedError: Another block is due.
+            UnsupportedError: Another block is due, so the blocks are not called in the chain's order.
         """
         if layer != self._due:
             self._counts = False

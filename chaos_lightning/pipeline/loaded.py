@@ -30,7 +30,7 @@ def read_whole(path: Path, *, weights_only: bool | None = None) -> dict[str, Any
 
     Args:
         path: A local file, which may be replaced afterwards, but not written to.
-        weights_only: As for `torch.load`.
+        weights_only: Argument of this name for `torch.load`.
 
     Returns:
         The checkpoint; None if a file of this form cannot be mapped.
@@ -62,10 +62,10 @@ class LoadedParts:
 
         Args:
             state: The checkpoint's state dict, of the whole model.
-            strict: As for `Module.load_state_dict`.
+            strict: Argument of this name for `Module.load_state_dict`.
 
         Raises:
-            RuntimeError: As `Module.load_state_dict`.
+            RuntimeError: Keys or shapes do not fit, by the rules of `Module.load_state_dict`.
         """
         self._model = state
         with _Into(self._root, None):
@@ -81,11 +81,11 @@ class LoadedParts:
 
         Args:
             optimizers: Optimizers of the whole model.
-            states: The checkpoint's, in the same order.
-            place: Puts an optimizer's state where it belongs.
+            states: States of the checkpoint, in the same order.
+            place: Function that puts an optimizer's state where it belongs.
 
         Raises:
-            ValueError: As `Optimizer.load_state_dict`.
+            ValueError: A state does not fit its optimizer, by the rules of `Optimizer.load_state_dict`.
         """
         self._optimizers, self._place = list(zip(optimizers, states, strict=False)), place
         here = {id(p) for p in self._root.parameters() if not is_absent(p)}
@@ -99,7 +99,7 @@ class LoadedParts:
             names: Names of parameters and buffers; of a tied one, any of its names.
 
         Returns:
-            Those for which the checkpoint has none: they stay as they are.
+            Names of the tensors for which the checkpoint has no values: they stay as they are.
         """
         tensors = {name: t for name, _, _, t in named_tensors(self._root) if name in names}
         if self._model is None:

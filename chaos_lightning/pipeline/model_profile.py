@@ -93,8 +93,8 @@ def fleet_of_job(facts: Mapping[str, Any], profile: ModelProfile) -> ProfiledFle
     no members.
 
     Args:
-        facts: What `chaos-lightning status --json --all` says of the job.
-        profile: The model. On a CPU the members of one machine share its memory.
+        facts: Output of `chaos-lightning status --json --all` for the job.
+        profile: Profile of the model. On a CPU the members of one machine share its memory.
     """
     machine = facts.get("machine", {})
     hosts = {str(m["id"]): str(m["host"]) for m in machine.get("members", ())}

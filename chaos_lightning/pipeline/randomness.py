@@ -30,7 +30,7 @@ class Randomness:
     """Source of a job's random numbers: one stream for each list of names, equal at all members.
 
     Args:
-        seed: The job's.
+        seed: Seed of the job.
         device: Device whose generator is set beside the CPU's.
     """
 

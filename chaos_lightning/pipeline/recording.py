@@ -72,7 +72,7 @@ class Recording:
     """Log of the operations that built models.
 
     Args:
-        seed: The job's.
+        seed: Seed of the job.
     """
 
     def __init__(self, seed: int) -> None:
@@ -124,7 +124,7 @@ class Recording:
         """Returns the value of a logged tensor that the constructor asks for (`x.item()`).
 
         Raises:
-            UnsupportedError: It is random.
+            UnsupportedError: The value is random.
         """
         needed = [self._log[number] for number in self._needed(_lying(tensor))]
         if any(torch.Tag.nondeterministic_seeded in getattr(operation.func, "tags", ()) for operation in needed):

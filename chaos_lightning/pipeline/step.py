@@ -164,7 +164,7 @@ class PipelineStep:
 
         Args:
             attempt: The slot, and the view in which it is tried.
-            view: That view's pipelines.
+            view: Pipelines of the attempt's view.
             member: This member's id.
             empty: Micro-batches without samples.
         """
@@ -222,7 +222,7 @@ class PipelineStep:
 
         Args:
             attempt: The slot, and the view in which it is tried.
-            view: That view's pipelines.
+            view: Pipelines of the attempt's view.
             member: This member's id.
             empty: Micro-batches that the round does not have.
             batch: Returns a micro-batch, given its number in the round.

@@ -76,7 +76,7 @@ class ToldStep:
         """Reads the bytes that `encode` wrote.
 
         Raises:
-            WireError: Somebody else wrote it; says what is wrong.
+            WireError: The bytes are not of the form that `encode` writes; says what is wrong.
         """
         if not data:
             return ToldStep()
@@ -121,10 +121,10 @@ class StepOutcome:
 
     Attributes:
         squared_norm: Square of the norm of the averaged gradients of the whole model.
-        finite: All gradients are finite numbers.
+        finite: Whether all gradients are finite numbers.
         loss: Mean of the losses by their weights; NaN if there is none.
         losses: Loss and weight by micro-batch, in the order of micro-batches.
-        extra: Bytes of the strategy by micro-batch, likewise.
+        extra: Bytes of the strategy, by micro-batch, in the order of micro-batches.
         samples: Number of samples that the step used.
     """
 
@@ -145,8 +145,8 @@ def agreed(header: Header, view: View) -> StepOutcome:
     """Returns the outcome of a committed step, computed from the values that all members have sent.
 
     Args:
-        header: The step's.
-        view: The one in which it was closed.
+        header: Header of the step.
+        view: View in which the step was closed.
 
     Raises:
         StateError: The header was closed in another view.
@@ -210,10 +210,10 @@ def clip_coefficient(outcome: StepOutcome, max_norm: float, norm_type: float = 2
     Args:
         outcome: Outcome of the step.
         max_norm: Bound of the norm.
-        norm_type: 2.0.
+        norm_type: Type of the norm; only 2.0 is supported.
 
     Raises:
-        UnsupportedError: Another norm is asked for, which no member knows of parts that it does not own.
+        UnsupportedError: Another type of norm is asked for, which no member knows of parts that it does not own.
     """
     if norm_type != 2.0:
         raise UnsupportedError(

@@ -100,8 +100,8 @@ def _save(value: Any, last: _Saved | None, depth: int = 0) -> _Saved | None:
 
     Args:
         value: Value of an attribute or an item.
-        last: What was returned for it before.
-        depth: Number of containers around it.
+        last: Result of the previous call for this value.
+        depth: Number of containers around the value.
     """
     if isinstance(value, Tensor):
         if last is not None and last.value is value and last.version == value._version:

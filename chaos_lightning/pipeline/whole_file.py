@@ -105,7 +105,7 @@ def write_whole(path: Path, checkpoint: Mapping[str, Any], model: PartialModel, 
         checkpoint: Checkpoint as this member has made it; states of other members' parameters are added to its
             "optimizer_states".
         model: This member's part of the model.
-        source: Gives the other parts.
+        source: Source of the other parts.
 
     Raises:
         StateError: A part does not come or does not fit, or the checkpoint uses values that are not here.

@@ -155,7 +155,7 @@ def centred(size: int, edges: Iterable[tuple[int, int]], length: Callable[[int, 
 
     Args:
         size: Number of nodes, which are 0, 1, ...
-        edges: The tree's.
+        edges: Edges of the tree.
         length: Length of the edge between two neighbours, which is the same from either side.
 
     Returns:

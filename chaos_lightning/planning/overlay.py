@@ -156,7 +156,7 @@ def planner(name: str) -> Planner:
     """Returns the planner of a name: a built-in one, MODULE:FUNCTION, or an installed entry point.
 
     Raises:
-        PlanError: There is none; lists those there are.
+        PlanError: There is no such planner; lists those there are.
     """
     if name in PLANNERS:
         return PLANNERS[name]

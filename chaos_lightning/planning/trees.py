@@ -175,7 +175,7 @@ def among(names: Sequence[str], links: Collection[Pair]) -> tuple[Pair, ...]:
     """Returns the links between these members; an empty result means that every pair has a link.
 
     Raises:
-        PlanError: There are none, so that no links would mean every pair.
+        PlanError: There are no links between the members, and an empty result would mean every pair.
     """
     here = frozenset(names)
     found = tuple(pair for pair in links if here.issuperset(pair))

@@ -119,9 +119,9 @@ def optimizer_tensors(optimizer: Optimizer, prefix: str = "optim0", *, rest: boo
     """Returns an optimizer's state tensors (moments, step counters), then its tensor hyperparameters, in fixed order.
 
     Args:
-        optimizer: Any optimizer.
-        prefix: Beginning of the tensors' names.
-        rest: Whether to return only the tensors that belong to no single parameter.
+        optimizer: Optimizer of any kind.
+        prefix: Text with which the names begin.
+        rest: Whether to leave out the state of single parameters.
     """
     slots = [(key, value) for key, value in _slots(optimizer) if not (rest and key.isdigit())]
     named = [leaf for key, value in slots for leaf in _leaves(value, f"{prefix}.{key}")]
@@ -160,7 +160,7 @@ def rebuild(tree: Mapping[str, Any], current: Any, path: str, make: Make) -> Any
         tree: Description of the value, from `parameter_manifest` or `optimizer_manifest`.
         current: The value that is there now.
         path: Name of the value; those of its tensors begin with it, as in `parameter_tensors`.
-        make: Makes its tensors.
+        make: Function that makes the value's tensors.
 
     Raises:
         StateError: The description is of a later release.
@@ -219,10 +219,10 @@ def restore_optimizer(
     Tensors that are new here hold zeros until somebody fills them.
 
     Args:
-        optimizer: Optimizer of the same kind, with the same groups; its state may still be empty.
-        manifest: Manifest from `optimizer_manifest`.
-        prefix: Names this optimizer in messages and tensor names.
-        rest: Whether to leave the state that it keeps for parameters as it is.
+        optimizer: Optimizer of the manifest's kind, with the same groups; its state may still be empty.
+        manifest: Result of `optimizer_manifest`.
+        prefix: Name of this optimizer in messages and tensor names.
+        rest: Whether the state that the optimizer keeps for parameters stays as it is.
     """
     _check_groups(optimizer, manifest, prefix)
     for number, (group, wanted) in enumerate(zip(optimizer.param_groups, manifest["groups"], strict=True)):
@@ -299,12 +299,12 @@ def restore_parameters(
     """Makes the optimizers' state of these parameters match manifests; the state of other parameters stays as it is.
 
     Args:
-        optimizers: Optimizers of the same kinds as those described.
-        parameters: Names and parameters.
-        given: Manifests from `parameter_manifest`.
+        optimizers: Optimizers of the manifests' kinds, in the same order.
+        parameters: Parameters with their names.
+        given: Manifests from `parameter_manifest`, one for each optimizer.
 
     Raises:
-        StateError: They do not fit; says what.
+        StateError: The manifests do not fit the optimizers; says what.
     """
     _check_count(optimizers, given)
     for number, (optimizer, manifest) in enumerate(zip(optimizers, given, strict=True)):

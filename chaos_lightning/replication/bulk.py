@@ -270,7 +270,7 @@ class BulkSocket:
         """Receives the next frame header; returns None if the stream ended between frames.
 
         Args:
-            patience_s: How long to wait for the first byte; the stall timeout if None.
+            patience_s: Seconds to wait for the first byte; None: the stall timeout.
         """
         data = bytearray(HEADER_NBYTES)
         view = memoryview(data)
@@ -328,12 +328,12 @@ class BulkSocket:
         frames.
 
         Args:
-            request: What was asked.
-            answer: What is expected.
-            heard: Called with each header that comes; what it raises ends the wait.
+            request: Request that was sent.
+            answer: Type of the expected answer.
+            heard: Function that is called with each header that comes; what it raises ends the wait.
 
         Raises:
-            RefusedError: In the other end's words.
+            RefusedError: The donor has refused; the message has its words.
             OSError, WireError: The connection is of no use any more.
         """
         while True:

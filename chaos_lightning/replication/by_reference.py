@@ -92,7 +92,7 @@ class Places:
         data: Bytes from `MemoryExport.places`.
 
     Raises:
-        WireError: It is malformed.
+        WireError: The bytes are malformed.
         OSError: The donor's memory cannot be read from here.
     """
 
@@ -146,8 +146,8 @@ class Places:
         the donor changed nothing during the copy.
 
         Raises:
-            OSError: The donor is gone, or what it pointed at.
-            WireError: It does not hold these bytes.
+            OSError: The donor is gone, or its memory cannot be read.
+            WireError: The donor does not hold these bytes any more, or not in host memory.
         """
         buffers = [b for b in into if b.nbytes]
         for first in range(0, len(buffers), MAX_PIECES // 2):
@@ -167,7 +167,7 @@ class Buffers:
         data: Bytes from `MemoryExport.buffers`.
 
     Raises:
-        WireError: It is malformed.
+        WireError: The bytes are malformed.
         OSError: The donor's memory cannot be read from here.
     """
 

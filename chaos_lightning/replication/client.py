@@ -226,9 +226,9 @@ class Donor:
         that ended it early, which the work queue knows by then.
 
         Args:
-            work_queue: Gives the jobs.
-            sink: Where the bytes go.
-            how: Another way to get the bytes than by requests on this connection.
+            work_queue: Queue that gives the jobs.
+            sink: Destination of the bytes.
+            how: Function that delivers in another way than by requests on this connection.
         """
         try:
             while True:

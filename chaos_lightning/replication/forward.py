@@ -53,8 +53,8 @@ def send_route(channel: BulkSocket, head: str, seq: int, route: Sequence[str]) -
     """Asks the peer of this connection to forward everything along a route; returns once all hops are connected.
 
     Raises:
-        RefusedError: Somebody on the way does not, and says why.
-        WireError: It answered something else.
+        RefusedError: A member on the route refuses, and says why.
+        WireError: The peer has answered something else.
     """
     request, payload = bulk.reply(Type.ROUTE, head, seq, encode_route(route))
     channel.send(request, payload)

@@ -62,8 +62,8 @@ class Own:
     """Hashes of this member's own tensors, computed in the background.
 
     Args:
-        named: Tensors in host memory are hashed, from now on, in the background.
-        piece_nbytes: Size of the pieces that are hashed.
+        named: Tensors, of which those in host memory are hashed, from now on, in the background.
+        piece_nbytes: Bytes of a piece, of which each gets a hash.
     """
 
     def __init__(self, named: Named, piece_nbytes: int = PIECE_NBYTES) -> None:
@@ -83,7 +83,7 @@ class Own:
         was written since.
 
         Args:
-            tensors: Names and tensors.
+            tensors: Tensors of any kind, with their names.
             regions: The ways to their bytes.
         """
         known = self._work.result()

@@ -83,15 +83,15 @@ def write(
     """Writes the state, which must not change during this, to files in this folder.
 
     Args:
-        folder: Holds one state; made if it is not there.
+        folder: Folder for one state; made if it is not there.
         head: Hash of the header that the state is founded on.
-        seq: Slot of this header.
+        seq: Slot of the header.
         state: The training state, or the rest of it where there are parts.
-        said: Further entries of the record.
+        said: Values that go into the record.
         parts: Parts of the state that are held here, by name.
 
     Raises:
-        StateError: It cannot be written; the message says why.
+        StateError: The state cannot be written; the message says why.
     """
     at = {"head": head, "seq": seq}
     written = {}
@@ -141,7 +141,7 @@ def write_bytes(folder: Path, source: Published) -> Path:
     """Writes all tensors of a state, end to end, into one file of this folder; returns the file's path.
 
     Raises:
-        StateError: It cannot be written; nothing is left behind.
+        StateError: The file cannot be written; nothing is left behind.
     """
     head_bytes(source.head)
     path = folder / f"chaos-{source.seq}-{source.head}.state"
@@ -167,7 +167,7 @@ def read(folder: Path) -> StateOnDisk:
     sizes.
 
     Raises:
-        StateError: There is none that can be used; the message says why.
+        StateError: There is no record that can be used; the message says why.
     """
     path = folder / RECORD
     try:

@@ -14,10 +14,10 @@ class Landing:
     """Memory for all tensors of a donor's table: the replicated ones are received into the member's own tensors.
 
     Args:
-        state: Its `prepare` is called at once.
-        table: What is to come.
-        manifest: Everything else, as text.
-        max_attached_nbytes: Refuse more than this for tensors that only the manifest refers to.
+        state: State of this member; its `prepare` is called at once.
+        table: Table of the donor's state, which is to come.
+        manifest: Donor's state that is not tensors, as text.
+        max_attached_nbytes: Most bytes of tensors that only the manifest refers to; more are refused.
 
     Raises:
         WireError: The manifest is malformed.

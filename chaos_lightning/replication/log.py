@@ -127,13 +127,13 @@ class SlotLog:
         """Takes a committed slot into the log; returns at once.
 
         Args:
-            header: The slot's.
-            encoded: The same as bytes.
+            header: Header of the slot.
+            encoded: The header as bytes.
             raw: The result buffer, if the slot reduced anything.
-            spans: Byte ranges of `raw` that were reduced.
+            spans: Byte ranges of the buffer that were reduced.
             still: Whether `raw` has not been overwritten yet; asked after the copy.
-            readers: All who want it, if each of them reads it in this process's memory.
-            hold_s: How long to wait for these readers before `raw` is copied.
+            readers: Members that want the slot, if each of them reads it in this process's memory.
+            hold_s: Seconds to wait for the readers before the bytes are copied.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._copy_all, name="chaos-log", daemon=True)

@@ -71,13 +71,13 @@ class LogReader:
     Args:
         sources: Members that keep the log.
         dial: Opens an authenticated bulk socket.
-        header: The first entry stands on this one.
-        decode: Encoded header to header; raises WireError.
-        scope: What a step's header reduced, as byte ranges; empty for other slots.
+        header: Header that the first entry follows.
+        decode: Function that decodes a header; raises WireError.
+        scope: Function that returns the byte ranges that a step's header reduced; empty for other slots.
         buffers: Memory of a result's size, one for each entry with bytes that may wait to be applied. Their own while
             they are open.
-        by_reference: Read out of the memory of sources that lend it.
-        stall_timeout_s: A source that sends nothing for so long is given up.
+        by_reference: Whether to read in the memory of sources that lend it.
+        stall_timeout_s: Seconds after which a source that sends nothing is given up.
     """
 
     def __init__(

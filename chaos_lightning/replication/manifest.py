@@ -75,8 +75,8 @@ def decode_manifest(data: bytes, tensors: Mapping[str, Tensor] | None = None) ->
 
     Args:
         data: The text.
-        tensors: By name, all tensors that the text refers to. They are put into the result as they are, so they may
-            be filled later.
+        tensors: All tensors that the text refers to, by name. They are put into the result as they are, so they may be
+            filled later.
     """
     try:
         tree = json.loads(data.decode("utf-8", "surrogatepass"), parse_constant=_refuse_constant)
@@ -365,7 +365,7 @@ def decode_values(text: bytes, tensors: Mapping[str, Tensor]) -> Mapping[str, An
     """Decodes the manifest of a state, a mapping of values by name; raises WireError for anything else.
 
     Raises:
-        WireError: It cannot be decoded, or is something else.
+        WireError: The text cannot be decoded, or is no mapping.
     """
     found = decode_manifest(text, tensors)
     if not isinstance(found, Mapping):

@@ -119,7 +119,7 @@ class RestState:
     """Access (`PartAccess`) to the part `rest`: all state that belongs to no single layer; no forward pass changes it.
 
     Args:
-        state: The same without a name.
+        state: Access to the state that belongs to no single layer.
     """
 
     part = REST
@@ -222,7 +222,7 @@ class PartServer:
         Args:
             header: The committed header.
             parts: Parts to serve.
-            view: View, as `part_name` takes it.
+            view: The view that makes GENESIS's parts; None at any other header (`part_name`).
             lacking: Names of parts that are not here at this header: whoever asks for one hears so at once.
         """
         self.drop()
@@ -257,14 +257,14 @@ def pull_part(
         donors: Members that hold it, the oldest first.
         dial: Opens an authenticated bulk connection.
         header: The committed header.
-        state: The part here; its tensors have memory.
-        view: View, as `part_name` takes it.
-        config: Timeouts and sizes.
-        abandoned: Returns whether the pull has become pointless.
+        state: Access to the part at this member; its tensors have memory.
+        view: The view that makes GENESIS's parts; None at any other header (`part_name`).
+        config: Waits and sizes.
+        abandoned: Function that says whether the pull has become pointless.
         loading: Donors that get the part themselves.
 
     Raises:
-        StateError, DeadlineError: As `pull_state`.
+        StateError, DeadlineError: The pull has failed, for one of the reasons that `pull_state` has.
     """
     head = named_head(part_name(header, state.part, view))
     return pull_state(
@@ -288,11 +288,11 @@ def part_manifest(
         dial: Opens an authenticated bulk connection.
         header: The committed header.
         part: Name of the part.
-        config: Timeouts.
-        abandoned: Returns whether the answer has become pointless.
+        config: Times to wait.
+        abandoned: Function that says whether the answer has become pointless.
 
     Raises:
-        StateError, DeadlineError: Nobody gives it; says why.
+        StateError, DeadlineError: No donor gives the manifest; says why.
     """
     head = named_head(part_name(header, part))
     with PullSession(donors, dial, what=f"manifest of {part}", head=head, seq=header.seq, config=config) as session:

@@ -41,7 +41,7 @@ def decode_payload(data: bytes, device: torch.device | str = "cpu") -> Any:
     """Reads a value that `encode_payload` wrote, with tensors on `device`.
 
     Raises:
-        WireError: It is something else.
+        WireError: The bytes are not of the form that `encode_payload` writes.
     """
     try:
         (length,) = struct.unpack_from("<I", data)

@@ -24,10 +24,10 @@ class LinkEstimates:
     """Estimates of a newcomer's links before a pull, and the shares of the work computed from them.
 
     Args:
-        estimates: Estimated rates by member.
+        estimates: Latency in seconds and rate in bits per second of the link to each member, by member.
 
     Raises:
-        ConfigurationError: They are no rates.
+        ConfigurationError: A latency or a rate is negative, or not finite.
     """
 
     def __init__(self, estimates: Estimates | None) -> None:

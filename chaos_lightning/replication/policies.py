@@ -125,7 +125,7 @@ def policy_class(name: str) -> type[TransferPolicy]:
         name: One of `POLICIES`, or MODULE:CLASS: a TransferPolicy made of estimates and PolicyOptions.
 
     Raises:
-        ConfigurationError: There is none by this name.
+        ConfigurationError: There is no policy of this name.
     """
     if wrong := wrong_policy(name):
         raise ConfigurationError(f"unknown transfer policy {name!r}: {wrong}")
@@ -152,7 +152,7 @@ def make_policy(
     """Makes a transfer policy by name; each pull needs a new one.
 
     Args:
-        name: As for `policy_class`.
+        name: Name of the policy: one of `POLICIES`, or MODULE:CLASS (`policy_class`).
         estimates: {member: (latency in seconds, rate in bits per second)} of the newcomer's links. Members without an
             estimate are taken for average ones; without any, `adaptive` works by what it measures alone.
         options: Facts that it may plan by.

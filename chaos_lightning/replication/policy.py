@@ -283,9 +283,9 @@ def cut_jobs(table: StateTable, pieces: Sequence[Piece], request_nbytes: int, *,
     own.
 
     Args:
-        table: Where the pieces lie.
-        pieces: What is missing, in address order.
-        request_nbytes: Size of a request.
+        table: Table of the state, by which the pieces' places are known.
+        pieces: Missing pieces, in address order.
+        request_nbytes: Most bytes of a job.
         attached: The donors that hold the attached tensors; replicated ones are held by all.
     """
     jobs: list[Job] = []

@@ -398,15 +398,16 @@ def pull_state(
     """Makes this member's state equal to the donors' at a header.
 
     Args:
-        donors: Members that may have the state, oldest first.
+        donors: Members that may have the state, the oldest first.
         dial: Opens an authenticated bulk socket to an endpoint; called in a thread of its own for each donor.
         head: Hash of the committed header.
-        seq: Slot of this header.
+        seq: Slot of the header.
         state: This member's state; `prepare` and `adopt` are called in the calling thread.
-        config: Timeouts and sizes.
-        policy: Which donor sends what (policies.make_policy), new for each pull; `adaptive` without estimates if None.
-        progress: Called with the number of bytes that arrived.
-        abandoned: Asked now and then; True ends the pull, because its purpose is superseded.
+        config: Waits and sizes.
+        policy: Policy that decides which donor sends what (policies.make_policy), new for each pull; `adaptive` without
+            estimates if None.
+        progress: Function that is told of bytes that arrived.
+        abandoned: Function that is asked now and then; True ends the pull, for what it was for is superseded.
         replayed: The state should be the donors' already: their manifest is adopted before anything is compared.
         loading: Donors that get the state themselves, and serve it once they have it.
         grew: Called with the seconds since this state grew, here or at an awaited donor (`StateServer.grew`).
@@ -438,7 +439,7 @@ def pull_result(
     """Pulls the reduced bytes of a slot from members that have them (a hand-on, protocol.md 9).
 
     Args:
-        donors: Members that have some of the bytes.
+        donors: Members that hold some of the bytes.
         dial: Opens an authenticated bulk socket to an endpoint.
         head: Hash of the slot's header.
         seq: The slot.

@@ -79,9 +79,10 @@ class OptimizerReplay:
 
     Args:
         optimizers: Optimizers, in the order of the layout's sections.
-        clip: Clips the gradients of the optimizer that is about to step, as the members did.
-        vouched: What the module says: True for optimizers beyond `PURE`, False for no replay at all, None for neither.
-        within: Clip inside the closure that `step` is given, as Lightning does; else before `step()`.
+        clip: Function that clips the gradients of the optimizer that is about to step, as the members did.
+        vouched: Value of the module's attribute `chaos_replay`: True: optimizers beyond `PURE` can be replayed, too;
+            False: none can; None: it has no such attribute.
+        within: Whether to clip inside the closure that `step` is given, as Lightning does; else before `step()`.
     """
 
     def __init__(

@@ -31,9 +31,9 @@ def put_in_place(path: Path, mark: str, write: Callable[[str], None]) -> None:
     """Writes a file under a temporary name and then moves it to `path`.
 
     Args:
-        path: Final path of the file.
-        mark: Text that identifies the step; part of the temporary name.
-        write: Writes to the path that it is given.
+        path: Path of the file.
+        mark: Text for the temporary name that identifies the step at which the file is written.
+        write: Function that writes to the path that it is given.
     """
     sweep(path.parent)
     beside = str(part_of(path.with_name(f"{path.name}.{mark}")))
@@ -60,11 +60,12 @@ def save_for_all(
 
     Args:
         path: Path of the checkpoint.
-        nbytes: Size of the file; asked where there is no room for it.
+        nbytes: Function that returns the size of the file; called where there is no room for it.
         name: Name of this member.
         is_writer: Whether this member writes; asked at all members before each attempt: anew where a writer has died.
-        write: Writes it.
-        exchange: Everybody's value under a name, in rank order; None if this member is not in the job.
+        write: Function that writes the checkpoint.
+        exchange: Function that returns everybody's value under a name, in rank order; None if this member is not in the
+            job.
         stays_unsaved: Asked where this member could not write: whether it is out of the job, where nobody waits for
             its file.
         writes_here: Whether a member of this job writes files; else there is nothing to learn.

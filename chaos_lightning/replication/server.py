@@ -150,7 +150,7 @@ class StateServer:
 
         Args:
             head: Hash of the committed header.
-            seq: Slot of this header.
+            seq: Slot of the header.
             tensors: Replicated tensors in their fixed order. They must not change until `withdraw`.
             manifest: Everything else; encoded here and now. Tensors in it that are none of `tensors` are copied.
             copies: Names of tensors that will change before the withdrawal: they are copied now.
@@ -179,13 +179,14 @@ class StateServer:
 
         Args:
             name: Name of the state, any text.
-            version: Not negative.
-            tensors: Tensors in their fixed order. They must not change until the version is dropped.
+            version: Number of the version, not negative.
+            tensors: Tensors of the state, in their fixed order. They must not change until the version is dropped.
             manifest: Everything else, as in `publish`.
-            copies: Names of tensors that will change before: they are copied now.
-            ready: Whether to hash it at once, and not only when somebody first asks for it.
-            hashes: Hashes of each tensor's pieces, if the caller has them already; the manifest has no tensors then.
-            piece_nbytes: Size of these pieces; whoever pulls must expect the same (`PullConfig.piece_nbytes`).
+            copies: Names of tensors that will change before the version is dropped: they are copied now.
+            ready: Whether to hash the version here and now, and not when somebody asks for it first.
+            hashes: Hashes of the pieces of each tensor, if the caller has them already; the manifest has no tensors
+                then.
+            piece_nbytes: Bytes of a piece; whoever pulls must expect the same (`PullConfig.piece_nbytes`).
         """
         head = bulk.named_head(name)
         item = self._described(head, version, tensors, manifest, copies)
@@ -266,15 +267,15 @@ class StateServer:
 
         Args:
             head: Hash of the committed header.
-            seq: Slot of this header.
+            seq: Slot of the header.
             tensors: Replicated tensors in their fixed order. They must be still until the snapshot is settled.
             manifest: Everything else; encoded here and now.
-            volatile: Names of tensors that change before that: they are copied now.
+            volatile: Names of tensors that change before the snapshot is settled: they are copied now.
             sharers: Members on this machine that make such a copy at the same time.
-            learners: Members that the snapshot is for.
+            learners: Learners for which the snapshot is made.
 
         Raises:
-            StateError: It is too large, or the manifest cannot travel; who asks for it hears the reason.
+            StateError: The state is too large, or the manifest cannot travel; who asks for it hears the reason.
         """
         try:
             synchronize(t for _, t in tensors)
@@ -368,7 +369,7 @@ class StateServer:
 
         Args:
             seq: The slot.
-            head: Hash of its header.
+            head: Hash of the slot's header.
             memory: Flat uint8, immutable until withdrawn (protocol.md 3); referred to, not copied.
             spans: Byte ranges of it that are completely reduced.
         """
@@ -436,11 +437,11 @@ class StateServer:
         """Answers requests on this socket until its stream ends, then closes it.
 
         Args:
-            sock: Connected, authenticated, blocking.
+            sock: Socket: connected, authenticated, blocking.
             peer: Member id of the other end, for the account of bytes.
 
         Returns:
-            Why it ended, in words.
+            Reason why serving ended, in words.
         """
         with self._changed:
             if self._closed:

@@ -118,10 +118,10 @@ class PullSession:
         Args:
             endpoints: The donors, oldest member first.
             dial: Opens an authenticated bulk socket.
-            what: For messages: "state" or "result".
+            what: Word for messages: "state" or "result".
             head: Hash of the committed header that is meant.
-            seq: Slot of this header.
-            config: Timeouts and sizes.
+            seq: Slot of the header.
+            config: Waits and sizes.
         """
         bulk.head_bytes(head)
         if not endpoints:
@@ -228,12 +228,12 @@ class PullSession:
         """Has these donors send the jobs; returns when all have arrived, or no donor is left that could send the rest.
 
         Args:
-            jobs: Missing pieces to fetch.
+            jobs: Jobs that together cover the missing bytes.
             sink: Destination of the bytes.
             donors: Members that may send.
-            policy: Decides which donor sends what.
-            on_bytes: Called with the size of whatever is verified, and what is known of the sources.
-            recruit: Given a late answer (kind, member, result), returns whether that donor joins in.
+            policy: Policy that decides which donor sends what.
+            on_bytes: Function that is called with the size of whatever is verified, and what is known of the sources.
+            recruit: Function that, given a late answer (kind, member, result), says whether that donor joins in.
         """
 
         by_donor: dict[str, SourceStats] = {}

@@ -54,7 +54,7 @@ def left_in_groups(membership: str, root: Path) -> list[int]:
     """Returns the bytes that each memory limit of the process's control groups (container, batch system) still leaves.
 
     Args:
-        membership: Names the group of a process, as /proc/self/cgroup does.
+        membership: Names of the process's control groups, as the text of /proc/self/cgroup.
         root: Folder of all groups.
     """
     found = []
@@ -75,11 +75,11 @@ class Snapshot:
     """Copy of the training state at one header, made while training continues.
 
     Args:
-        tensors: Live tensors in their fixed order.
-        volatile: Names of those that change before the optimizer's next step: they are copied here and now.
+        tensors: Live tensors of the state, in their fixed order.
+        volatile: Names of the tensors that change before the optimizer's next step: they are copied here and now.
         cap_nbytes: Limit of the copy; 0: half of the memory that is available.
         readers: Members that read this process's memory; nobody else needs the copy.
-        hold_s: How long to wait for these readers before copying.
+        hold_s: Seconds to wait for the readers before the tensors are copied.
 
     Raises:
         StateError: The state is larger than the cap.
@@ -151,8 +151,8 @@ class Snapshot:
         """Waits until the copy is finished, without hastening it.
 
         Raises:
-            DeadlineError: It was not within the timeout.
-            StateError: It failed.
+            DeadlineError: The copy was not finished within the timeout.
+            StateError: The copy has failed.
         """
         if not self._done.wait(timeout_s):
             raise DeadlineError(f"copying {self.nbytes} bytes of training state took longer than {timeout_s:g} s")
@@ -164,8 +164,8 @@ class Snapshot:
         write.
 
         Raises:
-            DeadlineError: It was not within the timeout.
-            StateError: It failed.
+            DeadlineError: The copy was not finished within the timeout.
+            StateError: The copy has failed.
         """
         self._go.set()
         try:

@@ -42,10 +42,10 @@ class ByteSource:
     Args:
         endpoint: The member, and the way to it.
         dial: Opens an authenticated bulk socket.
-        stall_timeout_s: Seconds without a byte after which the source is given up.
-        deadline: A `time.monotonic()` value that no wait passes.
+        stall_timeout_s: Seconds after which the member is given up if it sends nothing.
+        deadline: Value of `time.monotonic()` that no wait passes.
         head: Hash of the header that a route is made for.
-        seq: Slot of this header.
+        seq: Slot of the header.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ByteSource:
         """Returns the connection to the source; dials if there is none.
 
         Raises:
-            ChaosError, OSError: There is none.
+            ChaosError, OSError: There is no connection to the source, and none can be made.
         """
         if self._channel is not None:
             return self._channel

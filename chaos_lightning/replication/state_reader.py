@@ -39,12 +39,13 @@ class StateReader:
     Args:
         endpoints: The donors, in the order in which they are to be asked.
         dial: Opens an authenticated bulk socket.
-        state: State to fill; `prepare` and `adopt` are called in the calling thread.
+        state: State of this member, into which the bytes are read; `prepare` and `adopt` are called in the calling
+            thread.
         head: Hash of the header.
-        seq: Slot of this header.
-        config: Timeouts and sizes.
-        abandoned: Asked now and then; True ends the reading.
-        keep: Given (member, connection) of connections that are in good order afterwards; any thread.
+        seq: Slot of the header.
+        config: Waits and sizes.
+        abandoned: Function that is asked now and then; True ends the reading.
+        keep: Function that is given (member, connection) of connections that are in good order afterwards; any thread.
     """
 
     def __init__(

@@ -208,9 +208,10 @@ def build_table(
         tensors: Replicated tensors in their fixed order.
         attached: Tensors that only a manifest refers to.
         regions: Ways to the tensors' bytes, in the same order, if the caller has them already.
-        hashes: Hashes of each tensor's pieces, if the caller has them already; attached tensors come last.
-        piece_nbytes: Size of these pieces.
-        tick: Called now and then, so that a long hash does not look like a death.
+        hashes: Hashes of the pieces of each tensor, if the caller has them already; attached ones come after the
+            others.
+        piece_nbytes: Bytes of a piece.
+        tick: Function that is called now and then, so that a long hash does not look like a death.
     """
     rows = [(name, t, False) for name, t in tensors] + [(name, t, True) for name, t in attached]
     entries: list[TableEntry] = []
@@ -277,7 +278,7 @@ def make_attached(table: StateTable, limit_nbytes: int) -> dict[str, Tensor]:
     """Allocates the tensors that only the manifest refers to, on the same kind of device as at the donor.
 
     Raises:
-        StateError: They need more than the limit.
+        StateError: The tensors need more than the limit.
     """
     entries = [e for e in table.entries if e.attached]
     total = sum(e.nbytes for e in entries)

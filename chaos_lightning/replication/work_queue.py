@@ -158,9 +158,9 @@ class WorkQueue:
         come.
 
         Args:
-            source: Donor that can take another request.
-            depth: Requests that it should have under way.
-            wait: Whether it has nothing under way, so that it can only wait.
+            source: Donor that has room for requests.
+            depth: Number of requests that the donor should have under way.
+            wait: Whether the donor has nothing under way, so that it can only wait.
             deadline: A `time.monotonic()` value that no wait passes.
         """
         with self._changed:

@@ -69,7 +69,7 @@ class LinkKeyring(Protocol):
         keys.
 
         Raises:
-            RefusedError: There should be one, and there is none.
+            RefusedError: There should be a key, and there is none.
         """
 
     def find(self, peer: str, names: Sequence[str]) -> tuple[str, bytes] | None:
@@ -191,7 +191,7 @@ def dial(
     """Connects to a member, authenticates both sides, and returns a blocking socket, protected as `keys` requires.
 
     Raises:
-        OSError: Nobody listens there.
+        OSError: There is no way to the address, or nothing listens there.
         RefusedError: The other side does not accept this greeting, token or key, and says why.
         WireError: The other side does not speak this protocol.
     """
@@ -263,17 +263,18 @@ def accept(
     RefusedError.
 
     Args:
-        sock: Connected socket; its options are set here.
+        sock: Connected socket; tuned here.
         job: Name of this member's job.
         me: Id of this member.
-        token: The cluster token, or those that are valid while it is rotated.
-        deadline_s: For the whole handshake.
-        keys: Keys that this member knows.
-        objection: Why this member does not want somebody who has proved all that it must; "" if it does. It may wait
-            for a moment.
+        token: Token of the cluster, or those that count while it is rotated.
+        deadline_s: Seconds for the whole handshake.
+        keys: Keyring of this member; None: links have no keys of their own.
+        objection: Function that returns why this member does not want somebody who has proved all that it must; "" if
+            it does. It may wait for a moment.
 
     Returns:
-        Who dialled; its `session`, if there is one, is to be put around the socket (sealing.ProtectedSocket).
+        Greeting of the member that dialled; its `session`, if there is one, is to be put around the socket
+        (sealing.ProtectedSocket).
     """
     deadline = time.monotonic() + deadline_s
     try:

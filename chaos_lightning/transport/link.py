@@ -90,11 +90,11 @@ class Link:
     """Link to the member `peer`, for frames in both directions. All methods belong to the loop's thread.
 
     Args:
-        loop: Serves the socket.
-        sock: Connected; the link owns it.
+        loop: Loop that serves the socket.
+        sock: Connected socket; the link owns it.
         peer: Member id of the other end.
-        owner: Takes what arrives.
-        generation: This process's, if its neighbours may read its memory.
+        owner: Receiver of what arrives.
+        generation: Generation of this process, if its neighbours may read its memory.
     """
 
     def __init__(

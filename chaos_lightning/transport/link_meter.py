@@ -136,7 +136,7 @@ class ReprobeSchedule:
     """Schedule by which one link is probed again when its rate is not known from traffic; does no I/O.
 
     Args:
-        usual_s: For links that carry what they did.
+        usual_s: Seconds from one probe to the next on links whose rate has not fallen.
     """
 
     def __init__(self, usual_s: float) -> None:
@@ -185,8 +185,8 @@ class LinkMeter:
     """Meter of the rates of all links of one member. All methods belong to one thread.
 
     Args:
-        tell: Told (peer, bits per second) when an estimate has changed enough.
-        read: Reads a connection's counters.
+        tell: Function that is told (peer, bits per second) when an estimate has changed enough.
+        read: Function that reads a connection's counters.
     """
 
     def __init__(

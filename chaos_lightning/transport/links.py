@@ -91,10 +91,10 @@ class Takers:
     """Receivers of what arrives over links, by kind.
 
     Attributes:
-        host: Messages, and what becomes of links.
-        chunks: Gradients.
-        bulk: Serves an accepted bulk socket in the calling thread.
-        borders: Tensors between stages; None: this job has no pipelines.
+        host: Receiver of messages, and of what becomes of links.
+        chunks: Receiver of gradients.
+        bulk: Function that serves an accepted bulk socket in the calling thread.
+        borders: Receiver of tensors between stages; None: this job has no pipelines.
     """
 
     host: Host
@@ -110,7 +110,7 @@ class Links:
         loop: The loop that serves the links.
         job: Job name, checked in every handshake.
         token: Cluster token (empty for none), or credentials.
-        refused: Called with a line for the event log when a connection is refused or fails.
+        refused: Function that is told about strangers (a line for the event log).
         keys: Connections are made, taken and protected by these, if there are any.
         generation: Neighbours on this machine may read chunks out of this process's memory, as long as it says so.
     """
@@ -166,10 +166,10 @@ class Links:
         Args:
             bind: Address to listen on.
             takers: Receivers of what arrives.
-            ports: Ports, of which the first free one is used; 0 is any.
+            ports: Ports of which the first free one is taken; 0 is any.
 
         Raises:
-            ConfigurationError: It is no address of this machine, or no port is free.
+            ConfigurationError: `bind` is no address of this machine, or no port is free.
         """
         listener = open_listener(bind, ports)
         close_in_children(listener.fileno())

@@ -54,9 +54,9 @@ class Measuring:
     """Measurements of one member's links. Methods belong to the I/O loop's thread unless noted otherwise.
 
     Args:
-        later: Calls a function after so many seconds, in the loop's thread.
-        report: Takes each LinkReport.
-        pacer: Told of all connections on which this member sends.
+        later: Function that calls a function after so many seconds, in the loop's thread.
+        report: Function that takes each LinkReport.
+        pacer: Pacer, which is told of all connections on which this member sends.
     """
 
     def __init__(

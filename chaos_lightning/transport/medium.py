@@ -30,9 +30,9 @@ class Pacer(Protocol):
 
         Args:
             peer: Id of the peer.
-            sock: Socket of the connection, by which it is identified.
-            bound: Sets the connection's limit in bits per second; None removes it.
-            now: Monotonic seconds.
+            sock: Socket of the connection, which names it in other calls.
+            bound: Function that sets the connection's bound in bits per second; None takes it away.
+            now: Present time in monotonic seconds.
         """
 
     def leave(self, peer: str, sock: socket.socket, now: float) -> None:
@@ -51,7 +51,7 @@ class Medium(Protocol):
         """Returns a TCP connection from member `me` to member `peer`, who listens at this address.
 
         Raises:
-            OSError: There is no way, or nobody listens.
+            OSError: There is no way, or nothing listens at the address.
         """
 
     def pacer(self) -> Pacer:

@@ -170,10 +170,10 @@ class Probes:
     """Probes on all of one member's links.
 
     Args:
-        later: Calls a function after so many seconds, in the loop's thread.
-        report: Takes each result.
+        later: Function that calls a function after so many seconds, in the loop's thread.
+        report: Function that takes each result.
         config: Sizes and waits.
-        clock: Monotonic seconds.
+        clock: Function that returns monotonic seconds.
     """
 
     def __init__(

@@ -98,8 +98,8 @@ def intact(up: bool, view: ViewId, seq: int, now: tuple[ViewId, int]) -> bool:
     Args:
         up: A partial sum (own gradient or what was added to it, still while its attempt is open), not a result (still
             until the slot after the next begins).
-        view: The chunk's attempt.
-        seq: The same.
+        view: View of the chunk's attempt.
+        seq: Slot of the chunk's attempt.
         now: The sender's open attempt, read after the chunk.
     """
     if now == (view, seq):
@@ -111,7 +111,7 @@ class NeighbourMemory:
     """Memory of another process on this machine that this process may read.
 
     Args:
-        offer: What `Generation.offer` gave there.
+        offer: Bytes that `Generation.offer` returned in the other process.
 
     Raises:
         WireError: The offer is malformed.
@@ -134,7 +134,7 @@ class NeighbourMemory:
 
         Raises:
             ProcessLookupError: The process is gone.
-            OSError: What it pointed at cannot be read.
+            OSError: One of the pieces cannot be read.
         """
         return self.scatter(pieces, () if into is None else (into,))
 
@@ -144,7 +144,7 @@ class NeighbourMemory:
 
         Raises:
             ProcessLookupError: The process is gone.
-            OSError: What it pointed at cannot be read.
+            OSError: One of the pieces cannot be read.
         """
         if _LOAD is None:
             raise OSError("this system has no process_vm_readv")
@@ -174,12 +174,12 @@ class PartialSum:
     """Partial sum of a reduction that is still in its sender's memory.
 
     Attributes:
-        neighbour: The sender's process.
-        pieces: (address, length) there, in order.
-        view: The chunk's attempt, with `seq`.
-        seq: See `view`.
-        lost: Told when the neighbour cannot be read any more; it must not break the link at once, since reading happens
-            in the middle of a sum.
+        neighbour: Memory of the sender's process.
+        pieces: Pieces of that memory (address, length), in order.
+        view: View of the chunk's attempt.
+        seq: Slot of the chunk's attempt.
+        lost: Function that is told when the neighbour cannot be read any more; it must not break the link at once,
+            since reading happens in the middle of a sum.
     """
 
     neighbour: NeighbourMemory
@@ -192,7 +192,7 @@ class PartialSum:
         """Copies bytes [start, stop) of the chunk out of the sender's memory.
 
         Raises:
-            UnreadableError: They are not there any more.
+            UnreadableError: The bytes are not there any more.
         """
         wanted: list[tuple[int, int]] = []
         at = 0

@@ -92,7 +92,7 @@ class Sealer:
 
     Args:
         level: AUTHENTICATED or ENCRYPTED.
-        key: This direction's traffic key.
+        key: Traffic key of this direction.
     """
 
     def __init__(self, level: Level, key: bytes) -> None:
@@ -108,7 +108,7 @@ class Sealer:
         anything else is sealed.
 
         Args:
-            parts: What is left of the frame.
+            parts: Parts of the frame that are still to be sealed.
             begins: The first part is the header, which is a record of its own: its reader needs the length that it
                 tells before anything else.
         """
@@ -183,7 +183,7 @@ class Opener:
 
     Args:
         level: AUTHENTICATED or ENCRYPTED.
-        key: This direction's traffic key.
+        key: Traffic key of this direction.
 
     Attributes:
         nbytes: Size of the record that is expected, or was opened last.
@@ -210,8 +210,8 @@ class Opener:
         """Sets size and destination of the next record, after the one before was opened.
 
         Args:
-            into: Destination of the record's bytes; None discards them.
-            nbytes: Left of the frame: the record has so many, or as many as one holds (`self.nbytes`).
+            into: Memory for the record's bytes; None throws them away.
+            nbytes: Bytes that are left of the frame: the record has so many, or as many as one holds (`self.nbytes`).
             ahead_nbytes: The record after the last one of the frame, its successor's header, has so many: what has come
                 of it is received by the same call.
         """
@@ -265,7 +265,7 @@ class Opener:
         complete and verified.
 
         Raises:
-            WireError: It does not open.
+            WireError: The record is not what the peer has sent in this place.
         """
         self._got += count
         self._ahead_got = self._got - self.nbytes - TAG_NBYTES
@@ -325,9 +325,10 @@ class SealedStream:
         none.
 
         Args:
-            receive: Receives into these buffers; 0 at the end of the stream.
-            parts: Buffers for the opened bytes.
-            progress: Told how many bytes of a record have come, before it has opened.
+            receive: Function that receives into these buffers, and returns the number of bytes; 0 at the end of the
+                stream.
+            parts: Buffers for opened bytes.
+            progress: Function that is told how many bytes of a record have come, before it has opened.
 
         Returns:
             Bytes placed; 0 at the end of the stream.

@@ -36,9 +36,9 @@ class Watching:
     else by the loop's.
 
     Args:
-        loop: Reads what the watcher tells.
-        failed: Called with the reason why there is no watcher.
-        broken: Called by the loop with the member whose watcher is not connected any more.
+        loop: Loop that reads what the watcher tells.
+        failed: Function that is told why there is no watcher.
+        broken: Function that is told, by the loop, to whose watcher there is no connection any more.
     """
 
     def __init__(self, loop: IoLoop, failed: Callable[[str], None], broken: Callable[[str], None]) -> None:

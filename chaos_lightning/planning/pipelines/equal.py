@@ -517,7 +517,7 @@ def _fewest(caps: Caps, devices: int, total: int) -> tuple[int, list[int] | None
     programming.
 
     Returns:
-        Their number and lengths; `devices` + 1 and None if no number of pipelines does.
+        Number of pipelines and their lengths; `devices` + 1 and None if no number of pipelines does.
     """
     items = _useful(caps, devices)
     best, chosen = math.inf, list[int]()
