@@ -48,7 +48,7 @@ class Hold:
     """Outcome of all runs in which a member held the interpreter lock for one duration."""
 
     seconds: list[float] = field(default_factory=list)
-    """From its beginning to the next step of all others."""
+    """Seconds from the beginning of each hold to the first step of all other members after its end."""
     fenced: int = 0
     """Members that were put out, whoever it was."""
     lost: int = 0

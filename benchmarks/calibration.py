@@ -22,7 +22,7 @@ from chaos_lightning.planning.pipelines.plan import PipelinePlan
 
 NAMES = ("hop_s", "unit_s", "commit_s")
 LITTLE = 1e-6
-"""By what share of a step a cost is raised to see its slope."""
+"""Share of a step by which a cost is raised to see its slope."""
 STILL = 1e-12
 """Change of the squares' sum, as a share of it, that counts as none."""
 ROUNDS = 50
@@ -52,7 +52,7 @@ class Calibration(NamedTuple):
 
     overheads: Overheads
     residuals: tuple[Residual, ...]
-    """By measurement, in the order given."""
+    """Errors of the predicted steps, one for each measurement, in the order given."""
 
     @property
     def worst(self) -> float:

@@ -35,11 +35,11 @@ def candidate(pipe: Connection, options: Mapping[str, Any], job: Mapping[str, An
     """Runs one scheduler process, which ends when the benchmark ends or on a signal.
 
     Args:
-        pipe: To the benchmark.
-        options: Of runtime.options.SchedulerOptions.
+        pipe: Connection to the benchmark.
+        options: Arguments of `control.options.SchedulerOptions`, except `settings`.
         job: Rules of the job.
-        plan: How gradients travel; "" as by default.
-        host: Machine that it counts as on; "" for this one.
+        plan: Plan by which gradients travel; "" for the default one.
+        host: Machine on which the process counts as running; "" for this one.
     """
     from chaos_lightning.control.options import SchedulerOptions, change_settings
     from chaos_lightning.control.scheduler_main import run
@@ -87,17 +87,17 @@ class Candidates:
     """Schedulers that compete for the lead of one job, with its chain in etcd.
 
     Args:
-        context: Of the fork server.
+        context: Multiprocessing context of the fork server.
         servers: The etcd servers, running.
         logs: Folder of event logs.
-        apart: Each is on a machine of its own.
+        apart: Whether each scheduler counts as on a machine of its own.
         job: Further rules of the job.
-        plan: How gradients travel; "" as by default.
-        waits: Start them only when `start_all` is called.
+        plan: Plan by which gradients travel; "" for the default one.
+        waits: Whether schedulers start only when `start_all` is called.
 
     Attributes:
-        places: Where each listens, by name.
-        advertised: Where others are told to reach it, if that is elsewhere.
+        places: HOST:PORT at which each scheduler listens, by name.
+        advertised: HOST:PORT that others are told in place of `places`, by name; only schedulers that have one.
     """
 
     def __init__(

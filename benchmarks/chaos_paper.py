@@ -48,7 +48,7 @@ FIGURES = {
 }
 """Module of benchmarks.paper and function of each figure, in the order in which they are run and shown."""
 BOUND_S = {True: 120.0, False: 2400.0}
-"""For all figures together, quick or not."""
+"""Most seconds for all figures together, by whether they are quick."""
 
 
 def function(number: str, prefix: str = "") -> Callable[..., Any]:
@@ -69,9 +69,9 @@ def make(
     """Computes figures one after the other; one that fails does not stop the others.
 
     Args:
-        numbers: Which.
-        scale: How large.
-        made_one: Told after each figure what there is, so that what ends a long run does not take all of it along.
+        numbers: Numbers of the figures.
+        scale: Size of the runs.
+        made_one: Called after each figure with the results so far, so that they are not lost if a long run is ended.
 
     Returns:
         Results, and errors in words, both by number.
@@ -155,7 +155,7 @@ def mixed(folder: Path, numbers: Sequence[str], quick: bool) -> str:
     """Returns why these figures cannot be mixed with the ones saved in the folder; empty if they can.
 
     Raises:
-        ValueError: What is kept there is not ours.
+        ValueError: The results in the folder are of another format.
     """
     before, earlier = load(folder / "paper" / "results.json")
     others = [number for number in before if number not in numbers]

@@ -79,7 +79,7 @@ class Result:
 
         Args:
             logs: Folder of the event logs.
-            title: Of the figure.
+            title: Title of the figure.
             about: The run, for the details.
         """
         from chaos_lightning.observe.audit import audit, verdict, violations

@@ -77,7 +77,7 @@ def profiled(spec: dict[str, Any]) -> None:
     """Measures a model's layers in one process, and writes its profile to a file.
 
     Args:
-        spec: As of a member; out: the file.
+        spec: Settings as of a member, and "out": path of the file.
     """
     import lightning.pytorch as pl
     import torch

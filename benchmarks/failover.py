@@ -65,16 +65,16 @@ class Case:
     beyond: list[float] = field(default_factory=list)
     """Longest step of any survivor beyond the median step."""
     control: list[float] = field(default_factory=list)
-    """The same in as long a time in which nobody was struck."""
+    """Longest step of any survivor beyond the median step, in a time of the same length without a fault."""
     usual: list[float] = field(default_factory=list)
     led: list[float] = field(default_factory=list)
-    """Another scheduler leads."""
+    """Seconds until another scheduler leads."""
     found: list[float] = field(default_factory=list)
-    """All survivors are connected to it: from now on joins and recoveries work."""
+    """Seconds until all survivors are connected to the new leader: from then on joins and recoveries work."""
     recovered: list[float] = field(default_factory=list)
-    """The next step of all survivors without the dead."""
+    """Seconds until the next step of all survivors without the dead member."""
     joined: list[float] = field(default_factory=list)
-    """The first step of a newcomer that was started at that instant."""
+    """Seconds until the first step of a newcomer that was started at the instant of the fault."""
     lost: int = 0
     fenced: int = 0
     replaced: int = 0

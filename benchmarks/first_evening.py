@@ -34,9 +34,9 @@ from chaos_lightning.machine.listener import free_port
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 180.0
 INSTALL_S = 900.0
-"""For one command that installs."""
+"""Most seconds for one command that installs."""
 LIGHTHOUSE = "torchft_lighthouse --min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms 10000"
-"""As torchft's README starts it."""
+"""Command by which torchft's README starts its coordinator."""
 SCRIPT = """
 import os
 import time

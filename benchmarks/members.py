@@ -105,13 +105,13 @@ class Trainee:
     """A member, its model and optimizer, and the parts of its training loop.
 
     Args:
-        pipe: To the benchmark; None: nothing is told.
-        config: Of the engine.
-        model: What is trained, in its parameters that learn.
-        optimizer: Of these.
-        replay: It may come in by replay.
+        pipe: Connection to the benchmark; None: nothing is reported.
+        config: Settings of the engine.
+        model: Model whose parameters that require gradients are trained.
+        optimizer: Optimizer of these parameters.
+        replay: Whether the member may join by replay.
         batch: Samples per step.
-        noise: Targets that nothing can learn, in place of zeros: gradients never vanish.
+        noise: Whether targets are noise, which nothing can learn, in place of zeros: gradients never vanish.
     """
 
     def __init__(
@@ -258,10 +258,11 @@ def train(pipe: Connection, trainee: Trainee, *, newcomer: bool, device_s: float
     """Joins the job and trains until this member is released or the job ends; reports its CPU seconds after each step.
 
     Args:
-        pipe: To the benchmark.
-        trainee: All that a step needs is built.
-        newcomer: It waits at the door first, and tells when its first contribution was committed.
-        device_s: Pause in each step, as of one who waits for an accelerator.
+        pipe: Connection to the benchmark.
+        trainee: Member for which all that a step needs is built.
+        newcomer: Whether the member first waits for the benchmark's "go", and reports when its first contribution was
+            committed.
+        device_s: Pause in each step, in seconds, as of a member that waits for an accelerator.
     """
     if newcomer:
         wait_at_the_door(pipe)

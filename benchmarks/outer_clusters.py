@@ -51,9 +51,9 @@ def cluster(pipe: Connection, told: dict[str, Any], host: str) -> None:
     since the last one.
 
     Args:
-        pipe: To the benchmark.
-        told: "name", "params_mib", "pace_s"; all else is for DiLoCo.
-        host: Machine that it counts as on; "" for this one.
+        pipe: Connection to the benchmark.
+        told: Settings "name", "params_mib" and "pace_s"; all others are arguments of `DiLoCo`, as is "name".
+        host: Machine on which the process counts as running; "" for this one.
     """
     import torch
 
@@ -123,12 +123,12 @@ class OuterScene:
     """A running outer job: its server, its clusters and their events.
 
     Attributes:
-        name: Of the scene.
-        server: What is struck.
-        clusters: By name.
-        context: Of the fork server.
+        name: Name of the scene.
+        server: Parameter server, whose processes are struck.
+        clusters: Processes of the clusters, by name.
+        context: Multiprocessing context of the fork server.
         watch: All events.
-        times: Steps of each cluster, as told: (end in ns, s).
+        times: Steps that each cluster reported, by name: (end in ns, duration in s).
         struck: Clusters that were killed.
     """
 
@@ -146,7 +146,7 @@ class OuterScene:
         """Takes in events until `ready` returns a true value; returns that value.
 
         Raises:
-            TimeoutError: It does not come.
+            TimeoutError: `ready` returns no true value in time.
             RuntimeError: A cluster ended that nobody struck.
         """
         end = time.monotonic() + PATIENCE_S
@@ -261,13 +261,13 @@ def outer_scene(
     """Yields a running outer job, its server on one machine with SQLite or on three with etcd.
 
     Args:
-        name: Of the scene.
-        folder: For files and logs.
-        context: Of the fork server.
+        name: Name of the scene.
+        folder: Folder for files and logs.
+        context: Multiprocessing context of the fork server.
         store: etcd's address; "": SQLite.
-        apart: Each process counts as on a machine of its own.
-        train: Clusters are there and train when it begins; else the server is alone.
-        told: As `cluster` takes it.
+        apart: Whether each process counts as on a machine of its own.
+        train: Whether clusters train from the beginning; otherwise the server is alone.
+        told: Settings of all clusters, as `cluster` takes them.
     """
     names = ("m1", "m2", "m3") if store else ("m1",)
     places = {name: f"127.0.0.1:{port}" for name, port in zip(names, free_ports(len(names)), strict=True)}

@@ -57,7 +57,7 @@ class Peaks(threading.Thread):
         """Ends the thread; returns each process's peak, in bytes.
 
         Raises:
-            RuntimeError: It could not look to the end, since a process was gone.
+            RuntimeError: The thread ended early, since a watched process was gone.
         """
         if not self.is_alive():
             raise RuntimeError(f"memory of {', '.join(self._pids)} was not watched to the end: one of them is gone")
@@ -107,10 +107,10 @@ def peak(result: Result, key: str, nbytes: int, parameters: float, staged: Seque
 
     Args:
         result: Takes the figures.
-        key: What they are of.
-        nbytes: Its peak, beyond what it held at its start.
-        parameters: Of its shard.
-        staged: What it told of each push that it had.
+        key: First part of the figures' titles: size of the job, and name of the follower.
+        nbytes: Peak of the follower's memory beyond what it held at its start, in bytes.
+        parameters: Number of parameters of the follower's shard.
+        staged: The follower's events `push_staged`, one for each push.
     """
     held = max(r["held"] for r in staged)
     result.add(f"{key}: pushes that it held at most", held, "count")

@@ -59,8 +59,8 @@ def rank(pipe: Connection, told: dict[str, Any]) -> None:
     """Runs one rank of a cluster: reports that it is ready, waits for its start, and trains until SIGTERM.
 
     Args:
-        pipe: To the benchmark.
-        told: "name", "port" (of the inner job's scheduler), "params_mib", "pace_s", "relay", "events",
+        pipe: Connection to the benchmark.
+        told: Settings "name", "port" (of the inner job's scheduler), "params_mib", "pace_s", "relay", "events",
             "server", "inner_steps", "overlap".
     """
     import logging
@@ -192,10 +192,10 @@ def nested_scene(folder: Path, context: Any, ranks: int, **told: Any) -> Iterato
     """Yields a parameter server, and a cluster of ranks that has adopted a version.
 
     Args:
-        folder: For files and logs.
-        context: Of the fork server.
-        ranks: How many; the names are r1, r2 and so on.
-        told: As `rank` takes it.
+        folder: Folder for files and logs.
+        context: Multiprocessing context of the fork server.
+        ranks: Number of ranks, which are named r1, r2 and so on.
+        told: Settings of all ranks, as `rank` takes them.
     """
     places = {"m1": f"127.0.0.1:{free_port()}"}
     events = folder / "events"

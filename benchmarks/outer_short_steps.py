@@ -32,7 +32,7 @@ TOKENS, WIDTH, BATCH, INNER_STEPS = 50, 32, 32, 8
 STEPS = 500
 """Steps of each of the two clusters."""
 FOLLOWS = 0.78
-"""How often the usual token follows; else any does."""
+"""Probability with which the usual token follows; otherwise any does."""
 STEP_S = 0.001
 RATE, OUTER_LR, OUTER_MOMENTUM = 3e-3, 0.7, 0.8
 MOST_LOSS = 1.65

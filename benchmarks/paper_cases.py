@@ -33,7 +33,7 @@ FORWARD_S, BACKWARD_S = 1.0, 2.0
 BEST = 1.001
 """Bound over the best plan's time: 0.999 of its throughput."""
 ADAPTIVE = 1.01
-"""The same of what `adaptive` chooses where no further loss is expected."""
+"""Bound of the time of `adaptive` over the best plan's, where no further loss is expected."""
 CLOSE = 1e-9
 
 

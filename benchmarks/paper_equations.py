@@ -66,9 +66,9 @@ def eq11(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches:
     The recurrence is that of `timing`; as printed it has no hops.
 
     Args:
-        forward_s: By stage.
-        backward_s: By stage.
-        micro_batches: Of this pipeline.
+        forward_s: Seconds of a forward unit, by stage.
+        backward_s: Seconds of a backward unit, by stage.
+        micro_batches: Number of this pipeline's micro-batches.
     """
     times = PipelineTimes(tuple(forward_s), tuple(backward_s), (0.0,) * (len(forward_s) - 1))
     return max(OneFOneB(times, micro_batches).ends_s)

@@ -35,7 +35,7 @@ FAULTS = {
     "moved": ("dynamic", True, False),
     "grown again": ("dynamic", True, True),
 }
-"""By name: policy, whether one dies, whether a device comes back."""
+"""Policy, whether a member dies, and whether a device comes back, by name of the case."""
 CASES: dict[str, dict[str, Any]] = {"plain": {}, "clipped": {"clip": 0.3}, "dropout": {"dropout": 0.1, "clip": 0.3}}
 GRADIENT = {False: 1e-6, True: 1e-13}
 PARAMETERS = {False: 1e-4, True: 1e-10}
@@ -151,12 +151,12 @@ def compare(
     """Adds the figures of one training compared with that of one process.
 
     Args:
-        result: Takes them.
-        title: Of the case.
-        reports: By member.
-        one: The training in one process.
-        logs: The same by `chaos_pipeline`, whose logged values are compared.
-        faultless: The same pipelines, undisturbed.
+        result: Result to which the figures are added.
+        title: Title of the case.
+        reports: Reports of the members, by name.
+        one: Report of the training in one process.
+        logs: Report of the same training by `chaos_pipeline` in one process, whose logged values are compared.
+        faultless: Reports of the members of the same pipelines without a fault, by name; None: not compared.
         double: Whether numbers are of 64 bits.
     """
     first = union(reports, "gradients", 1)

@@ -52,9 +52,9 @@ from lab.timed_layers import TimedModel
 PLACES = (
     "forward", "backward", "between", "all-reduce", "contributed", "handing out", "optimizer", "recovery", "pull",
 )  # fmt: skip
-"""Where a member may strike itself: within a forward or backward pass, before a unit, while it waits for sums, between
-its contribution and the header, as the root when one member has the header, between the header and the optimizer, when
-a recovery begins, and while it pulls a part."""
+"""Places at which a member may strike itself: within a forward or backward pass, before a unit, while it waits for
+sums, between its contribution and the header, as the root when one member has the header, between the header and the
+optimizer, when a recovery begins, and while it pulls a part."""
 GATE_S = 0.005
 
 
@@ -62,8 +62,8 @@ class Strikes:
     """Kills or freezes its own process at the place in a step that a file names (one of `PLACES`).
 
     Args:
-        path: Of the file: {"place", "kind"}, and if need be "step" and "unit", which number must have been reached. Of
-            several places, parted by commas, the first that is passed counts.
+        path: Path of the file: {"place", "kind"}, and if need be "step" and "unit", numbers that must have been
+            reached. Of several places, separated by commas, the first that is passed counts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,8 +171,8 @@ class Watch(pl.Callback):
     """Callback that records the values to compare, waits at gates, and ends training when a file says so.
 
     Args:
-        spec: Of the member.
-        strikes: Its own.
+        spec: Settings of the member.
+        strikes: Faults of the member's process.
     """
 
     def __init__(self, spec: dict[str, Any], strikes: Strikes) -> None:
@@ -309,8 +309,8 @@ class PipelineJob:
     """A job of members that train pipelines.
 
     Args:
-        harness: Starts and watches them.
-        about: What all members are told.
+        harness: Harness that starts and watches the members.
+        about: Settings that all members get.
     """
 
     def __init__(self, harness: Harness, about: dict[str, Any]) -> None:
@@ -389,8 +389,8 @@ def pipeline_job(keep: str = "", *, deadline_s: float = 90.0, **about: Any) -> I
 
     Args:
         keep: Folder that is kept; "": a new one, which is removed.
-        deadline_s: Of every wait.
-        about: What all members are told; a `profile` may be a `TrainingJob`.
+        deadline_s: Deadline of every wait, in seconds.
+        about: Settings that all members get; a `profile` may be a `TrainingJob`.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(keep) if keep else stack.enter_context(scratch())
@@ -408,8 +408,8 @@ def alone(keep: str = "", **about: Any) -> dict[str, Any]:
     """Runs the training in one process without interruption, and returns its report.
 
     Args:
-        keep: As for `pipeline_job`.
-        about: As for `pipeline_job`; with strategy="auto" by plain Lightning.
+        keep: Folder that is kept; "": a new one, which is removed.
+        about: Settings, as for `pipeline_job`; with strategy="auto" plain Lightning trains.
     """
     with pipeline_job(keep, **about) as job:
         if about.get("strategy") is None:

@@ -74,11 +74,11 @@ class Story:
     """Outcome of one history under one policy.
 
     Attributes:
-        samples: Trained between begin and end.
-        changes: As they happened, in seconds since the begin.
-        pauses: By kind of change: seconds that it cost, beyond a step that runs again.
-        plans: Which ran, in order.
-        ends: When steps ended, in seconds since the begin.
+        samples: Number of samples trained between begin and end.
+        changes: Changes as they happened; times in seconds since the begin.
+        pauses: Seconds that each change cost beyond a step that runs again, by kind of change.
+        plans: Runs of steps, one for each plan, in order.
+        ends: Ends of all steps, in seconds since the begin.
     """
 
     policy: str

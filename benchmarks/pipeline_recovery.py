@@ -35,7 +35,7 @@ from lab.timed_layers import TimedModel
 NAMES = "abcdef"
 LAYERS, MICRO_BATCHES, BATCH = 6, 6, 2
 OWNED = {"3 x 2": 4.2, "2 x 3": 2.6}
-"""By shape: layers for which a device has memory, by which the planner comes to this shape."""
+"""Number of layers for which a device has memory, so that the planner chooses the shape, by shape."""
 SMALL_MIB = 6.0
 BOUNDS_S = {("reroute", "sigkill"): 0.15, ("reroute", "sigstop"): 0.8}
 MOVE_S = {50: 0.6, 200: 1.2}
@@ -46,7 +46,7 @@ RESTART = "torchrun"
 AFTER = 4
 """Steps whose median is that of the survivors."""
 SETTLED = 10
-"""The same, where nobody comes back."""
+"""Steps whose median is that of the survivors where no member comes back."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Campaign:
     """Settings of one job in which members are killed or frozen many times.
 
     Attributes:
-        state_mib: Of weights and optimizer state, of all layers together.
-        forward_s: Of a layer; its backward pass takes twice as long.
+        state_mib: MiB of weights and optimizer state, of all layers together.
+        forward_s: Seconds of a layer's forward pass; its backward pass takes twice as long.
     """
 
     shape: str
@@ -78,11 +78,11 @@ class Blow:
     """Measurements of one member's death or freeze.
 
     Attributes:
-        total_s: From the blow to the next step at all survivors.
-        unit_s: The rest of a unit, for which a survivor's step began later.
-        step_s: A step of the survivors.
-        planned_nbytes: By the planner's list; None: bytes of more than one move came.
-        moved_nbytes: Received by survivors.
+        total_s: Seconds from the blow to the next step at all survivors.
+        unit_s: Longest time for which a survivor's unit ran on after the recovery was decided, in seconds.
+        step_s: Seconds of a step of the survivors.
+        planned_nbytes: Bytes to move by the planner's list; None: bytes of more than one move came.
+        moved_nbytes: Bytes that survivors received.
     """
 
     place: str
@@ -103,8 +103,8 @@ class Story:
     """A running job with a campaign's settings, and the deaths and freezes so far.
 
     Args:
-        job: Its members.
-        campaign: What it is.
+        job: The running job.
+        campaign: Settings of the campaign.
     """
 
     def __init__(self, job: PipelineJob, campaign: Campaign) -> None:
@@ -269,8 +269,8 @@ class Story:
         """Returns the step in s that `devices` devices should reach, and in words what predicted it.
 
         Args:
-            devices: Their number.
-            overheads: As the job had measured them before the last death.
+            devices: Number of devices.
+            overheads: Costs as the job had measured them before the last death.
         """
         choice = [r for r in self.last("pipelines") if r.get("view")][-1]
         if self.campaign.policy == "reroute":
@@ -293,8 +293,8 @@ def play(
     """Runs one campaign from its founding to its audit; returns the measured deaths and freezes.
 
     Args:
-        result: Takes the figures.
-        campaign: What it is.
+        result: Result to which the figures are added.
+        campaign: Settings of the campaign.
         blows: Place and kind of each.
         shrinks: Whether two die at the end and nobody comes.
         keep: Folder that keeps the event logs; "": none does.

@@ -29,7 +29,7 @@ from chaos_lightning.planning.pipelines.schedules import in_flight
 from lab.timed_layers import TimedModel, alike
 
 SIZES = {"small": (256, 48), "middle": (384, 72), "large": (512, 96)}
-"""By name: features, and rows of a micro-batch."""
+"""Number of features, and of rows of a micro-batch, by name of the size."""
 BOUNDS = {"small": 1.10, "middle": 1.05, "large": 1.05}
 BLOCKS, MICRO_BATCHES = 4, 8
 TIMED, TIMED_BATCH = {"layers": 6, "width": 64, "forward_s": 0.03, "backward_s": 0.06}, 2
@@ -84,7 +84,7 @@ class Turns:
     ends; ("end",).
 
     Args:
-        pipe: To the benchmark.
+        pipe: Connection to the benchmark.
     """
 
     def __init__(self, pipe: Connection) -> None:

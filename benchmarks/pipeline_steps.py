@@ -27,12 +27,12 @@ class PlanRun:
     """Consecutive steps that ran by one plan.
 
     Attributes:
-        shape: In words, such as "3 x 2".
-        predicted_s: Seconds of a step, by the scheduler.
+        shape: Shape in words, such as "3 x 2".
+        predicted_s: Seconds of a step as the scheduler predicted them.
         members: Number of contributors, those that stand by included.
-        rerouted: Micro-batches make detours.
-        coverage: By member: what its sums held in the last step.
-        ends: When all contributors had committed each step, by the monotonic clock (s).
+        rerouted: Whether micro-batches make detours.
+        coverage: Layers and micro-batches that each member's sums contained in the last step, by member.
+        ends: Time at which all contributors had committed each step, by the monotonic clock (s).
     """
 
     shape: str
@@ -66,7 +66,7 @@ def plan_of(coverage: Mapping[str, Rows]) -> PipelinePlan:
     """Returns the plan by which members ran their layers, from the micro-batches that each one's sums contain.
 
     Raises:
-        PlanError: They make none, as where micro-batches are rerouted.
+        PlanError: The micro-batches make no plan, as where some are rerouted.
     """
     routes: dict[int, list[PlanStage]] = defaultdict(list)
     for member, rows in coverage.items():

@@ -87,7 +87,7 @@ def crossing(curve: Sequence[tuple[float, float]], value: float) -> float | None
 
 
 Curves = dict[str, list[tuple[float, float, float, float]]]
-"""By policy: seconds of a transition, and the ratio of `adaptive` over it with the ends of its interval."""
+"""Curves by policy: seconds of a transition, ratio of `adaptive` to the policy, and the ends of its interval."""
 
 
 def sweep(result: Result, title: str, traces: Sequence[Trace], transitions: Sequence[float]) -> Curves:

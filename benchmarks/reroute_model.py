@@ -28,7 +28,7 @@ from chaos_lightning.planning.pipelines.timing import PipelineTimes, pipeline_ti
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 EXTRAS = (0, 1, 2, 4)
 SLOWER = 1.03
-"""By how much the search may exceed a plain greedy schedule."""
+"""Greatest ratio of the search's step time to that of a plain greedy schedule."""
 
 
 class Case(NamedTuple):

@@ -54,8 +54,8 @@ def vertices(
     Args:
         job: The job.
         plan: The plan.
-        ends_s: By device: when its last backward unit ends; without it all is ready at once.
-        single_layers: Each layer by itself, as in the paper.
+        ends_s: End of each device's last backward unit in seconds, by device; None: all is ready at once.
+        single_layers: Whether each layer is reduced by itself, as in the paper.
     """
     owners = {x: who for group, who in zip(plan.groups, plan.owners, strict=True) for x in group}
     groups = [(range(x, x + 1), owners[x]) for x in sorted(owners)] if single_layers else None
@@ -180,9 +180,9 @@ def step_s(
     Args:
         job: The job.
         plan: The plan.
-        way: How all-reduces follow each other.
-        single_layers: Each layer is reduced by itself, as in the paper.
-        overlap: They begin when they are ready, not only when the last backward unit of all has ended.
+        way: Order in which all-reduces are sent.
+        single_layers: Whether each layer is reduced by itself, as in the paper.
+        overlap: Whether all-reduces begin when they are ready, not only when the last backward unit of all has ended.
     """
     done = estimate(job, plan)
     all_of = vertices(job, plan, done.ends_s, single_layers=single_layers)

@@ -23,7 +23,7 @@ class Case:
     """Outcomes of all runs with one kind of fault."""
 
     seconds: list[float] = field(default_factory=list)
-    """From the blow to a step without the victim, committed on all survivors."""
+    """Seconds from the blow to a step without the victim, committed on all survivors."""
     usual: list[float] = field(default_factory=list)
     """Median step before each blow, s."""
     thrown: int = 0
@@ -31,7 +31,7 @@ class Case:
     fenced: int = 0
     unequal: int = 0
     back: list[float] = field(default_factory=list)
-    """From thaw, or start of the new process, to the first step of three, s."""
+    """Seconds from thaw, or start of the new process, to the first step of three members."""
     ranks: list[int] = field(default_factory=list)
     handed: int = 0
 

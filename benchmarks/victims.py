@@ -100,13 +100,13 @@ def member(
     """Runs one member of this product, which obeys the orders listed in this module.
 
     Args:
-        pipe: To the benchmark.
-        endpoint: Of the scheduler, or of all candidates.
-        name: Its own.
-        state_mib: Parameters and Adam state.
+        pipe: Connection to the benchmark.
+        endpoint: Endpoint of the scheduler, or of all candidates.
+        name: Name of the member.
+        state_mib: MiB of parameters and Adam state.
         logs: Folder of its event log.
-        pace_s: Pause in each step, for heavier computing that leaves the processors to others.
-        environment: More of it. CHAOS_HOST: it counts as on a machine of its own, and no memory is shared.
+        pace_s: Pause in each step, in seconds, for heavier computing that leaves the processors to others.
+        environment: Additional variables. CHAOS_HOST: it counts as on a machine of its own, and no memory is shared.
             CHAOS_STORE: it hosts a scheduler on this chain.
     """
     from chaos_lightning.errors import FencedError

@@ -25,7 +25,7 @@ def wait_listening(endpoint: str, process: subprocess.Popen[Any], what: str, tim
     """Waits until a process accepts connections.
 
     Raises:
-        RuntimeError: It has ended, or does not in time.
+        RuntimeError: The process has ended, or accepts none in time.
     """
     host, _, port = endpoint.rpartition(":")
     deadline = time.monotonic() + timeout_s
@@ -46,10 +46,10 @@ class Scheduler:
     """A scheduler process on a port of its own.
 
     Args:
-        store: Of its chain; one in a file outlives the process.
-        log_dir: Folder of its event log; "" for none.
-        plan: How gradients travel; "" as by default.
-        keys_dir: Its folder of keys; "" for none.
+        store: Store of the scheduler's chain; one in a file outlives the process.
+        log_dir: Folder of the event log; "" for none.
+        plan: Plan by which gradients travel; "" for the default one.
+        keys_dir: Folder of keys; "" for none.
         source: Folder of the product that it runs; "" for this one.
         settings: Further rules of the job.
     """

@@ -61,9 +61,9 @@ class World:
     """Members and their pipes; a context manager that ends them.
 
     Args:
-        spawn: Starts the member of this name.
-        rng: When the blows fall.
-        patience_s: How long to wait for anything.
+        spawn: Function that starts a member, from its name.
+        rng: Random numbers that choose when blows fall.
+        patience_s: Longest wait for anything, in seconds.
     """
 
     def __init__(self, spawn: Callable[[str], Worker], rng: random.Random, patience_s: float = PATIENCE_S) -> None:

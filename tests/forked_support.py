@@ -35,10 +35,10 @@ def run(
     """Runs a module in a child process, as `python -m` would.
 
     Args:
-        module: Its `main` is called.
-        arguments: Of its command line.
-        environment: Nothing else is in the child's; None: it stays as it is.
-        level: Lines of the log are shown from this one on.
+        module: Module whose `main` is called.
+        arguments: Arguments of the module's command line.
+        environment: Whole environment of the child; None: it stays as it is.
+        level: Lowest level of the log lines that are shown.
     """
     if environment is not None:
         os.environ.clear()

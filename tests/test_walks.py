@@ -25,8 +25,8 @@ class Stop:
     """Step of a walk through the code: one function.
 
     Attributes:
-        calls: What the function calls; "" where something else comes between.
-        given: What that is, if it was handed to the caller.
+        calls: Name that the function calls; "" where something else comes between it and the next function.
+        given: Name of the function that `calls` stands for, if it was passed in when the caller was made; otherwise "".
     """
 
     file: str

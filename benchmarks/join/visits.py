@@ -54,9 +54,9 @@ class House(Hosts):
     """Two members that train, and at times a newcomer; all report their CPU seconds after each step.
 
     Args:
-        spawn: Starts the member of this name; whether it is a newcomer.
+        spawn: Function that starts a member, from its name and whether it is a newcomer.
         rng: Draws newcomers' names.
-        patience_s: How long to wait for anything.
+        patience_s: Longest wait for anything, in seconds.
     """
 
     def __init__(self, spawn: Callable[[str, bool], Worker], rng: random.Random, patience_s: float = 180.0) -> None:

@@ -167,8 +167,8 @@ def best_ratio(plain_us: float, tag_us: float) -> float:
     nothing else.
 
     Args:
-        plain_us: In which a saturated plain link carries a frame; both ends' cores are busy with it all the time.
-        tag_us: In which a core tags the frame.
+        plain_us: Microseconds in which a saturated plain link carries a frame; both ends' cores are busy all the time.
+        tag_us: Microseconds in which a core computes the frame's tag.
     """
     return plain_us / (plain_us + tag_us)
 

@@ -36,7 +36,7 @@ PARALLEL, SYNC, ROBUST = "data-parallel", "sync", "robust"
 ASYNCHRONOUS = ("async", "Delayed Nesterov alone", "di_ps")
 
 Cases = dict[str, dict[str, list[Track]]]
-"""By title and mode, of all seeds."""
+"""Outcomes of the runs with all seeds, by title and by mode."""
 
 
 def modes(task: Task) -> list[Mode]:
@@ -192,7 +192,7 @@ def poisoned_runs(result: Result, task: Task, etas: Sequence[int], seeds: int, t
     """Runs mode `robust` with poisoned pushes at each eta, and the other modes with the same ones at the first eta.
 
     Returns:
-        What robust made of it.
+        Counts of the verdicts of mode `robust`.
     """
     whole = Verdicts()
     for eta in etas:

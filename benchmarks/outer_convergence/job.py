@@ -77,9 +77,9 @@ class Weather:
     """Random factors that lengthen the steps of a cluster between two pushes (a leg); the same in every mode.
 
     Attributes:
-        seed: Of the drawing.
-        jitter: Standard deviation, as a part.
-        straggling: How many legs straggle, as a part.
+        seed: Seed of the draws.
+        jitter: Standard deviation of the factor around 1.
+        straggling: Share of the legs that straggle.
     """
 
     seed: int
@@ -98,9 +98,9 @@ class Mode:
     """One policy of training together: its settings, and whether clusters train during a push.
 
     Attributes:
-        name: For people.
-        settings: Of the server.
-        overlap: Clusters train on while a push is under way.
+        name: Name in texts and pictures.
+        settings: Settings of the server.
+        overlap: Whether clusters train on while a push is under way.
     """
 
     name: str
@@ -113,14 +113,14 @@ class Track:
     """Outcome of one run: its loss curve, and measurements.
 
     Attributes:
-        curve: ascending.
-        fetched: Versions that clusters fetched, for each push.
-        idle: Part of the clusters' time in which they could not train.
-        staleness: Mean over accepted pushes.
-        window: Mean pushes of a round.
-        verdicts: On good and poisoned pushes.
+        curve: Points of the loss curve, ascending.
+        fetched: Mean number of versions that clusters fetched for each push.
+        idle: Share of the clusters' time in which they could not train.
+        staleness: Mean staleness of accepted pushes.
+        window: Mean number of pushes of a round.
+        verdicts: Counts of verdicts on good and poisoned pushes.
         steps: Inner steps of each cluster's last push.
-        anew: How often a cluster came in anew, since its pushes were rejected again and again.
+        anew: Number of times that a cluster came in anew, since its pushes were rejected again and again.
     """
 
     curve: list[Point] = field(default_factory=list)
@@ -410,12 +410,12 @@ class VirtualJob:
     """One outer job in virtual time: leader, followers and clusters, by the product's state machines.
 
     Args:
-        task: What is trained.
-        mode: How.
+        task: Model that is trained, and its training settings.
+        mode: Policy of training together.
         eta: The slowest cluster takes 1 + eta / 100 times as long for a step as the fastest.
-        seed: Of weights, order of samples and weather.
+        seed: Seed of weights, order of samples and weather.
         total: Samples after which the run ends.
-        poison: This part of all pushes is poisoned.
+        poison: Share of all pushes that are poisoned.
     """
 
     def __init__(self, task: Task, mode: Mode, eta: int, seed: int, total: int, poison: float = 0.0) -> None:

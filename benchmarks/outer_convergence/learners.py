@@ -57,12 +57,12 @@ class Task:
     """One model and its training settings.
 
     Attributes:
-        name: For people.
+        name: Name in texts and pictures.
         build: The model, from the number of characters and a seed.
-        context: Characters that it sees.
-        everywhere: It predicts at each place of a block, not only after it.
+        context: Number of characters that the model sees.
+        everywhere: Whether the model predicts at each place of a block, not only after it.
         batch: Samples of an inner step of one cluster.
-        inner_lr: Of AdamW.
+        inner_lr: Learning rate of AdamW.
         tests: Samples of the validation text.
     """
 
@@ -132,7 +132,7 @@ class Learner:
 
     Attributes:
         flat: All parameters, fp32.
-        specs: Of each tensor, in the flat order.
+        specs: Name, type and shape of each tensor, in the flat order.
     """
 
     def __init__(self, samples: Samples, seed: int, rate: float = 1.0) -> None:

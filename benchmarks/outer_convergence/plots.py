@@ -18,9 +18,9 @@ def draw(cases: Mapping[str, Mapping[str, Sequence[Curve]]], path: Path, *, over
     """Draws one picture for each case, with one line for each mode, the mean over its seeds.
 
     Args:
-        cases: By title, by mode, the curves of all seeds.
-        path: The PNG.
-        over_time: Virtual seconds on the other axis; else samples.
+        cases: Curves of all seeds, by title of the case and by mode.
+        path: Path of the PNG file.
+        over_time: Whether the horizontal axis has virtual seconds; otherwise it has samples.
     """
     with canvas(path, columns=len(cases), width_in=4.6, height_in=3.6) as (_, axes):
         for axis, (title, modes) in zip(axes, cases.items(), strict=True):

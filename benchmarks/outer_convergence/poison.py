@@ -24,10 +24,10 @@ class Poison:
     """Choice of the pushes to poison: a random share of them after the warm-up, with the kinds of poison in turn.
 
     Attributes:
-        share: This part of all pushes; 0.0: none.
-        seed: Of the choice.
-        warmup: So many pushes must have been accepted before.
-        kinds: Of each poisoned push.
+        share: Share of all pushes that are poisoned; 0.0: none.
+        seed: Seed of the choice.
+        warmup: Number of pushes that must have been accepted before the first poisoned one.
+        kinds: Kind of poison of each poisoned push, by push.
     """
 
     share: float
@@ -39,9 +39,9 @@ class Poison:
         """Poisons a push in place if a draw seeded by its name says so; returns whether it did.
 
         Args:
-            push: Its name.
-            accepted: Pushes that were accepted so far.
-            gained: What it holds, fp32, flat.
+            push: Name of the push.
+            accepted: Number of pushes that were accepted so far.
+            gained: Values of the push, fp32, flat; changed in place.
         """
         chance = Random(f"{self.seed} {push.incarnation.cluster} {push.number}")
         if accepted < self.warmup or chance.random() >= self.share:
@@ -65,14 +65,14 @@ class Verdicts:
     """Counts of the verdicts of rounds on good and on poisoned pushes.
 
     Attributes:
-        good: Good ones that were answered.
-        good_rejected: Of them.
-        made: Poisoned ones that were answered, by kind.
-        caught: Of them.
-        flipped_in_company: Turned ones in windows of three and more pushes.
-        flipped_caught: Of them.
-        alone: Turned ones that were alone in their window.
-        reasons: Why good ones were rejected.
+        good: Number of good pushes that were answered.
+        good_rejected: Number of good pushes that were rejected.
+        made: Number of poisoned pushes that were answered, by kind.
+        caught: Number of poisoned pushes that were rejected, by kind.
+        flipped_in_company: Number of negated pushes in windows of three and more pushes.
+        flipped_caught: Number of negated pushes in such windows that were rejected.
+        alone: Number of negated pushes that were alone in their window.
+        reasons: Reasons for which good pushes were rejected.
     """
 
     good: int = 0

@@ -83,9 +83,9 @@ class Planned(World):
     """Members of the benchmark, and the reduction trees of their views.
 
     Args:
-        endpoint: The scheduler.
+        endpoint: Endpoint of the scheduler.
         rates: Bits per second of each link.
-        state_mib: What is trained.
+        state_mib: MiB of the trained state.
         logs: Folder of event logs.
     """
 

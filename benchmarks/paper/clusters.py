@@ -36,9 +36,9 @@ class Join:
     """The join of one node to a cluster.
 
     Attributes:
-        topology: Of all nodes that run then, and the newcomer.
-        newcomer: Its name.
-        at_s: When it begins to pull, on the topology's clock.
+        topology: Topology of all nodes that run at the join, and the newcomer.
+        newcomer: Name of the newcomer.
+        at_s: Time at which the newcomer begins to pull, on the topology's clock (s).
     """
 
     topology: Topology
@@ -87,10 +87,10 @@ def growth(seed: int, last: int, *, first: int = FIRST, neighbours: int = 0) -> 
     """Yields the joins of one growing cluster, from `first` running nodes to `last`.
 
     Args:
-        seed: Of overlay, rates and instants.
-        last: Nodes that run before the last join.
-        first: Nodes that run before the first one.
-        neighbours: How many each newcomer has; 0: `several`.
+        seed: Seed of overlay, rates and instants.
+        last: Number of nodes that run before the last join.
+        first: Number of nodes that run before the first join.
+        neighbours: Number of neighbours of each newcomer; 0: as many as `several` says.
 
     Raises:
         ValueError: A cluster of less than two nodes, or one that shrinks.

@@ -41,9 +41,9 @@ class Factors:
         """Converts the seconds of a pull on this machine to seconds at the paper's size.
 
         Args:
-            seconds: All of it, here.
-            moving_s: Of that, while bytes moved.
-            hashing_s: Of the rest, what hashing takes, before and after.
+            seconds: Seconds of the whole pull on this machine.
+            moving_s: Part of these seconds in which bytes moved.
+            hashing_s: Part of the other seconds that hashing takes, before and after the bytes move.
         """
         rest_s = max(0.0, seconds - moving_s)
         hashing_s = min(rest_s, hashing_s)
@@ -60,11 +60,11 @@ class Moved:
     seconds: float
     moving_s: float
     served_s: Mapping[str, float]
-    """By source: how long something was asked of it."""
+    """Seconds in which requests to the source were under way, by source."""
     nbytes: Mapping[str, float]
-    """By source."""
+    """Bytes that came from the source, by source."""
     changed: bool
-    """Rates changed meanwhile."""
+    """Whether rates of links changed during the pull."""
     wall_s: float
     """Seconds that it really took here."""
 
@@ -73,10 +73,10 @@ class Cluster:
     """The running nodes of a join, each in a process of its own, and the newcomer, which is this process.
 
     Args:
-        join: Who is there, and what the links are.
-        factors: Of sizes and rates.
-        net: The nodes.
-        folder: For the donors' common state.
+        join: Join with the cluster's nodes and links.
+        factors: Factors by which sizes and rates are reduced.
+        net: Network of the running nodes.
+        folder: Folder for the donors' common state.
     """
 
     def __init__(self, join: Join, factors: Factors, net: Network, folder: Path) -> None:
@@ -167,9 +167,9 @@ def cluster(join: Join, factors: Factors, folder: Path, disk_bps: float) -> Iter
     """Yields the emulated cluster of this join; its processes end with the block.
 
     Args:
-        join: Who is there.
-        factors: Of sizes and rates.
-        folder: For checkpoints, on a disk.
+        join: Join with the cluster's nodes and links.
+        factors: Factors by which sizes and rates are reduced.
+        folder: Folder for checkpoints, on a disk.
         disk_bps: Rate of that disk in the paper's cluster, bits per second.
     """
     links = {pair: rate / factors.slower for pair, rate in join.rates().items()}

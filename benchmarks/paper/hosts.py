@@ -102,7 +102,7 @@ class Hosts(world.Hosts):
         self._endpoint, self._edge, self._frozen_nbytes = endpoint, edge, frozen_nbytes
         self._context = context("benchmarks.paper.hosts", "chaos_lightning.replication.replay")
         self._way: Way | None = None
-        """How who is started now comes in; None: it was there before."""
+        """Settings by which a member that is started now joins; None: default settings, as for the first nodes."""
 
     def _spawned(self, name: str) -> Worker:
         settings = {"endpoint": self._endpoint, "name": name}

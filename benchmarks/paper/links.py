@@ -57,12 +57,12 @@ def simulated(size: int, changes: int, seed: int) -> dict[str, list[Exposure]]:
     """Simulates `changes` connect-links and as many disconnect-links in a job, in turn.
 
     Args:
-        size: Members, linked at first as in `grown`.
-        changes: Of either kind.
-        seed: Of the links and the moments.
+        size: Number of members, linked at first as in `grown`.
+        changes: Number of changes of either kind.
+        seed: Seed of the links and the moments.
 
     Returns:
-        What each cost, by kind.
+        Exposed delays of each change, by kind.
 
     Raises:
         RuntimeError: The run did not end well, or a change was not carried out.

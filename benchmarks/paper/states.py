@@ -66,9 +66,9 @@ class Model:
     """One of the paper's models.
 
     Attributes:
-        name: As the paper calls it.
-        shapes: Of its weights.
-        size_mib: What the paper says that its state takes, else its published weights, MiB.
+        name: Name of the model in the paper.
+        shapes: Shapes of the model's weights.
+        size_mib: MiB of the model's state according to the paper, otherwise of its published weights.
         moments: Tensors of the optimizer per weight: 1 for SGD with momentum, 2 for Adam.
     """
 

@@ -47,14 +47,14 @@ class Point:
     Attributes:
         kind: "real" or "scaled down" (executed), or "simulated".
         model: Name of the state.
-        size: Nodes that ran before.
-        repeat: Which history.
+        size: Number of nodes that ran before the join.
+        repeat: Number of the history, from 0.
         system: One of SYSTEMS.
         seconds: Scale-out delay at the paper's sizes and rates, s.
-        serving_s: How long the sources had something to send, all together, s.
-        near: Neighbours of the newcomer.
-        bound_s: What no transfer from neighbours can beat, s.
-        changed: Rates changed in mid-pull.
+        serving_s: Seconds in which sources had something to send, summed over the sources.
+        near: Number of the newcomer's neighbours.
+        bound_s: Least seconds that any transfer from neighbours takes.
+        changed: Whether rates changed in mid-pull.
     """
 
     kind: Kind
@@ -74,14 +74,14 @@ class Plan:
     """The joins to run: models, clusters, systems and repetitions.
 
     Attributes:
-        models: States.
-        sizes: Nodes before the join.
-        systems: Of SYSTEMS.
-        repeats: Histories.
-        factors: Of the emulation.
-        seed: Of the first history.
-        budget_s: The emulation begins no repetition that would end after so long.
-        neighbours: Of each newcomer; 0: as many as `clusters.several` says.
+        models: Models whose states are pulled.
+        sizes: Numbers of nodes before the join.
+        systems: Compared systems, of SYSTEMS.
+        repeats: Number of histories.
+        factors: Factors by which the emulation reduces sizes and rates.
+        seed: Seed of the first history; each further history has the next one.
+        budget_s: Seconds of the emulation; no repetition begins that would end later.
+        neighbours: Number of neighbours of each newcomer; 0: as many as `clusters.several` says.
     """
 
     models: tuple[Model, ...]
@@ -105,10 +105,10 @@ def stop_resume_s(nbytes: int, size: int, one_s: float, restarted_s: float) -> f
     """Returns for how many seconds a cluster stops for a checkpoint and a restart.
 
     Args:
-        nbytes: Of the state.
-        size: Nodes that ran before, all of which read the checkpoint from the same disk as the newcomer does.
-        one_s: Writing, and reading by the newcomer, s.
-        restarted_s: Until all processes are back, s.
+        nbytes: Bytes of the state.
+        size: Number of nodes that ran before, all of which read the checkpoint from the same disk as the newcomer does.
+        one_s: Seconds in which the checkpoint is written, and read by the newcomer.
+        restarted_s: Seconds until all processes are back.
     """
     return one_s + size * nbytes * 8 / DISK_BPS + restarted_s
 

@@ -40,8 +40,8 @@ def terminal(results: Mapping[str, FigureResult], width: int = 0) -> str:
     """Returns all claims as text, wrapped.
 
     Args:
-        results: By number.
-        width: Of the text, characters; 0: the terminal's.
+        results: Results of the figures, by number.
+        width: Width of the text in characters; 0: the terminal's.
     """
     width = width or min(_LINE, shutil.get_terminal_size((_LINE, 24)).columns)
     lines = []
@@ -93,9 +93,9 @@ def markdown(results: Mapping[str, FigureResult], about: Mapping[str, Any], pict
     """Returns the whole comparison as a page.
 
     Args:
-        results: By number, in the order in which they are shown.
-        about: Where and how it was measured.
-        picture: File name of a figure's picture, in the folder paper/.
+        results: Results of the figures, by number, in the order in which they are shown.
+        about: Facts on the run: its time, machine, seed and size.
+        picture: Function that returns the file name of a figure's picture, in the folder paper/.
     """
     claims = [claim for result in results.values() for claim in result.claims]
     agree = sum(claim.agrees for claim in claims)

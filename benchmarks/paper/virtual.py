@@ -61,9 +61,9 @@ class Pulled:
 
     seconds: float
     served_s: Mapping[str, float]
-    """By source: how long something was asked of it."""
+    """Seconds in which requests to the source were under way, by source."""
     nbytes: Mapping[str, int]
-    """By source."""
+    """Bytes that came from the source, by source."""
     duplicated: int
 
 
@@ -71,8 +71,8 @@ def fair_rates(ways: Mapping[str, Sequence[Edge]], capacity: Mapping[Edge, float
     """Returns the max-min fair rates of flows that share links.
 
     Args:
-        ways: The links of each flow.
-        capacity: Of each link, in any unit of rate.
+        ways: Links of each flow, by flow.
+        capacity: Capacity of each link, in any unit of rate.
 
     Returns:
         The rate of each flow, in that unit.
@@ -129,7 +129,7 @@ class Pull:
         """Advances virtual time until the last byte has arrived.
 
         Raises:
-            RuntimeError: It does not end.
+            RuntimeError: The pull does not end in the longest virtual time that is allowed.
         """
         for name in self.sources:
             self._ask(name)

@@ -64,7 +64,7 @@ class Lighthouse:
     """torchft's coordinator at a port of its own, which can be killed and restarted; a context manager that starts it.
 
     Args:
-        options: Of its program.
+        options: Additional options of the coordinator's command line.
     """
 
     def __init__(self, options: tuple[str, ...]) -> None:
@@ -113,12 +113,12 @@ class Replica:
     """One torchft replica group of one process, with the benchmarks' model and Adam.
 
     Args:
-        pipe: To the benchmark; obeys ("hash", step).
-        address: Of the lighthouse.
-        name: Of the replica group.
+        pipe: Connection to the benchmark; its orders ("hash", step) are obeyed.
+        address: Address of the lighthouse.
+        name: Name of the replica group.
         plain: The model.
-        inner: Its optimizer.
-        timeout_s: After which torchft and gloo give a collective up, in s.
+        inner: Optimizer of the model.
+        timeout_s: Seconds after which torchft and gloo give a collective up.
     """
 
     def __init__(self, pipe: Connection, address: str, name: str, plain: Any, inner: Any, timeout_s: int) -> None:

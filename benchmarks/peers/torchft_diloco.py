@@ -114,7 +114,7 @@ class Crew:
         """Takes in the messages of replicas until a condition holds.
 
         Raises:
-            TimeoutError: It does not come, or a replica died of itself.
+            TimeoutError: The condition does not hold in time, or a replica died of itself.
         """
         end = time.monotonic() + PATIENCE_S
         while not ready():
@@ -176,9 +176,9 @@ def measure(result: Result, ctx: Any, args: Any) -> None:
     """Adds torchft's figures; notes it if torchft cannot run on this machine.
 
     Args:
-        result: Takes the figures.
-        ctx: Of the fork server.
-        args: The benchmark's (`runs`, `seed`, `params_mib`).
+        result: Result to which the figures are added.
+        ctx: Multiprocessing context of the fork server.
+        args: Arguments of the benchmark (`runs`, `seed`, `params_mib`).
     """
     if missing(result):
         result.left_out.append("torchft's DiLoCo")

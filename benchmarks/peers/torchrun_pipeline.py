@@ -32,8 +32,8 @@ MODULE = "benchmarks.peers.torchrun_pipeline"
 PIPELINES, STAGES = 3, 2
 WORKERS = PIPELINES * STAGES
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""In the store that workers share with torchrun by default they find ports of the dead, and no restart succeeds
-(pytorch issue 135712)."""
+"""Setting that gives workers a store of their own: in the store that they share with torchrun by default they find
+ports of the dead, and no restart succeeds (pytorch issue 135712)."""
 DEFAULTS = (
     "torchrun --standalone (one agent, c10d rendezvous), else its defaults: looks every 0.1 s whether a worker has "
     "ended (--monitor-interval), gives the others 30 s after SIGTERM (--shutdown-timeout). One thread a worker, and "
@@ -98,10 +98,10 @@ class Death:
     """Costs of one worker's death and of the restart after it.
 
     Attributes:
-        first_s: From the blow until all have done a step again.
-        newer_s: From the blow until all have done the step that was under way.
-        redone: Steps done a second time before that one.
-        step_s: Median of the steps before.
+        first_s: Seconds from the blow until all have done a step again.
+        newer_s: Seconds from the blow until all have done the step that was under way at the blow.
+        redone: Number of steps done a second time before that one.
+        step_s: Median duration of the steps before the blow, in seconds.
     """
 
     first_s: float

@@ -47,11 +47,11 @@ class Change:
     """One change of links or members: when it was requested, and the steps that it may affect.
 
     Attributes:
-        requested: The step under way when it was asked for.
-        ruled: The step whose header carried it.
+        requested: Number of the step under way when the change was asked for.
+        ruled: Number of the step whose header carried the change.
         steps: Numbers of the steps that are charged with it.
-        members: Who trained throughout.
-        waited_s: From the request to the commit of that header on all of them, in seconds.
+        members: Members that trained throughout.
+        waited_s: Seconds from the request to the commit of that header on all of these members.
     """
 
     requested: int
@@ -116,11 +116,11 @@ class Crew(World):
     """Members that train, and the changes of their links and membership.
 
     Args:
-        endpoint: The scheduler.
-        size: Members.
+        endpoint: Endpoint of the scheduler.
+        size: Number of members.
         meshed: Whether every pair has a link; else they begin as a `ring`.
-        work: What they train.
-        rng: Chooses moments and links.
+        work: Training work of the members.
+        rng: Random numbers that choose moments and links.
     """
 
     def __init__(self, endpoint: str, size: int, *, meshed: bool, work: Work, rng: random.Random) -> None:
@@ -135,7 +135,7 @@ class Crew(World):
         self.size = size
         self.marks: dict[str, dict[int, Mark]] = {}
         self.views: dict[int, int] = {}
-        """By number of a view: the step whose header carried it."""
+        """Number of the step whose header carried a view, by number of the view."""
         self.links = base
         self._gone: dict[str, int] = {}
         self._going: dict[str, int] = {}

@@ -36,7 +36,7 @@ class Sample:
     event: Exposure
     control: Exposure
     waited_s: float
-    """From the request to the commit of the header that carried the change."""
+    """Seconds from the request to the commit of the header that carried the change."""
     event_cpu: float = 0.0
     """CPU seconds of all members together beyond the usual ones, in the charged steps."""
     control_cpu: float = 0.0

@@ -27,10 +27,10 @@ class Work:
 
     Attributes:
         grad_mib: Size of the gradients, in MiB.
-        layers: Linear layers that they are spread over.
+        layers: Number of linear layers over which the gradients are spread.
         device_s: Seconds in each step in which the member's thread sleeps, as one that waits for an accelerator.
         by_reference: Whether members may read each other's memory (they are on one machine) in place of using sockets.
-        join_by: How who has left comes back: "pause" or "replay".
+        join_by: Way in which a member that has left joins again: "pause" or "replay".
     """
 
     grad_mib: float = 1.0

@@ -51,9 +51,9 @@ class Exposure:
         against_before: `total` with the median before in place of the usual one throughout.
         against_after: `total` with the median after throughout.
         against_slower: `total` with the greater of both medians throughout.
-        usual_before: Median step before (of the member with the largest).
-        usual_after: Median step after, likewise.
-        steps: How many steps are charged.
+        usual_before: Median step before the change, of the member with the largest one.
+        usual_after: Median step after the change, of the member with the largest one.
+        steps: Number of charged steps.
     """
 
     total: float
@@ -115,10 +115,10 @@ def control_of(event: Block, stretch: tuple[int, int], width: int, rng: random.R
     As many steps as the event's, in a row, of which as many count as "up to the change"; the same width of medians.
 
     Args:
-        event: What it is a control for.
+        event: Block of the event that the control is compared with.
         stretch: First and last undisturbed step.
-        width: How many steps each median is taken of.
-        rng: Chooses the place.
+        width: Number of steps of which each median is taken.
+        rng: Random numbers that choose the place.
 
     Raises:
         ValueError: The stretch is too short.

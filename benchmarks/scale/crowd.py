@@ -73,10 +73,10 @@ class Told:
     """One view, and how many stand-ins of this process have entered it.
 
     Attributes:
-        members: Number of members that it has.
-        decided: A Decide told of it, no header.
+        members: Number of members in the view.
+        decided: Whether a Decide brought the view, not a header.
         count: Number of stand-ins that entered it.
-        last_ns: When the last of them did (monotonic).
+        last_ns: Time at which the last of them entered it (monotonic clock, ns).
     """
 
     members: int
@@ -89,9 +89,9 @@ class Line:
     """A stand-in's stream to the scheduler.
 
     Args:
-        crowd: All of this process.
+        crowd: All stand-ins of this process.
         name: The stand-in's node.
-        number: Stands for its process id.
+        number: Number that stands for the stand-in's process id.
     """
 
     def __init__(self, crowd: Crowd, name: str, number: int) -> None:
@@ -99,7 +99,7 @@ class Line:
         self.one = StandIn(crowd, name, number)
         self.out = False
         self.talks = False
-        """It was welcomed on the stream that stands."""
+        """Whether the stand-in was welcomed on the present stream."""
         self._channel: Any = None
         self._call: Any = None
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
@@ -168,11 +168,11 @@ class Crowd:
     """All stand-ins of this process, their environment, and counts of what happened to them.
 
     Args:
-        endpoint: Of the scheduler.
-        first: Number of the first of them.
-        count: How many.
+        endpoint: Endpoint of the scheduler.
+        first: Number of the first stand-in.
+        count: Number of stand-ins.
         keys_dir: Folder of keys; "" for plain connections.
-        names: Of the datagram sockets of this crowd and of the other ones.
+        names: Names of the datagram sockets: first this crowd's, then those of the other crowds.
     """
 
     def __init__(self, endpoint: str, first: int, count: int, keys_dir: str, names: list[str]) -> None:
@@ -185,7 +185,7 @@ class Crowd:
         self.told: dict[ViewId, Told] = {}
         self._views: dict[ViewId, View] = {}
         self._headers: dict[ViewId, Header] = {}
-        """Those that bring views."""
+        """Headers that bring views, by view."""
         mine, *self._others = (f"\0{name}" for name in names)  # no files: the kernel forgets them
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(mine)

@@ -80,16 +80,16 @@ class StandIn:
     """Stand-in for one member, as the scheduler sees it.
 
     Attributes:
-        name: Its node.
-        number: Stands for its process id; in virtual time also for its stream.
+        name: Node of the stand-in.
+        number: Number that stands for the stand-in's process id; in virtual time also for its stream.
         id: Member id, once it was welcomed.
-        view: The view that it stands in.
-        promised: It looks at nothing older than this.
-        known: The highest number that it was told of.
-        header: The last one that it has committed.
-        named: Members that it was asked to have links with.
-        links: By member: whether the link stands, or is closed.
-        here: Its process lives.
+        view: Id of the view in which the stand-in is.
+        promised: Id of a view; the stand-in ignores all older ones.
+        known: Highest id of a view that the stand-in was told of.
+        header: Last header that the stand-in has committed.
+        named: Members with which the stand-in was asked to have links.
+        links: Whether the link to a member is open, by member.
+        here: Whether the stand-in's process lives.
     """
 
     world: World

@@ -17,7 +17,7 @@ def exponent(costs: Mapping[int, float]) -> float:
     """Returns the exponent k for which members^k fits a cost best (least squares on logarithms).
 
     Args:
-        costs: By number of members, at least two of them; all above 0.
+        costs: Costs by number of members, for at least two numbers; all above 0.
     """
     slope = statistics.linear_regression([math.log(n) for n in costs], [math.log(c) for c in costs.values()]).slope
     return float(slope)
@@ -31,7 +31,7 @@ def at_most(seconds: float) -> Iterator[None]:
     While it runs the kernel keeps the process's clock in ticks; time with `time.thread_time`, which stays exact.
 
     Raises:
-        TooLongError: It has.
+        TooLongError: The block has used that much.
     """
 
     def over(*_: object) -> None:

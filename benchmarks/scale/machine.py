@@ -68,8 +68,8 @@ class Case:
 
     Args:
         size: Number of members.
-        degree: Partners that a newcomer is given; 0: all.
-        seed: Of who joins, leaves and dies.
+        degree: Number of partners that a newcomer is given; 0: all.
+        seed: Seed by which the members that leave and die are drawn.
     """
 
     def __init__(self, size: int, degree: int, seed: int) -> None:

@@ -64,7 +64,7 @@ class Metered:
         Args:
             now: Virtual time in seconds.
             events: A batch.
-            label: What the processor time counts as.
+            label: Name under which the processor time is counted.
         """
         pending = [events]
         while pending:

@@ -88,12 +88,12 @@ class Crowd:
     """A process with many stand-ins for members.
 
     Args:
-        endpoint: Of the scheduler.
-        first: Number of the first of them.
-        count: How many.
+        endpoint: Endpoint of the scheduler.
+        first: Number of the first stand-in.
+        count: Number of stand-ins.
         sockets: Names of this crowd's socket and of the other crowds'.
         keys_dir: Folder of keys; "" for none.
-        where: As `place` says.
+        where: Folder and environment of the process, as `place` returns them.
     """
 
     def __init__(
@@ -147,12 +147,12 @@ class Seen:
     """Observations of the stand-ins in all processes."""
 
     talk: int = 0
-    """How many have a stream on which they were welcomed."""
+    """Number of stand-ins that have a stream on which they were welcomed."""
     broken: int = 0
     fenced: list[str] = field(default_factory=list)
     views: dict[tuple[int, int], Told] = field(default_factory=dict)
     now: dict[tuple[int, int], int] = field(default_factory=dict)
-    """How many stand in each view."""
+    """Number of stand-ins in each view, by (term, number) of the view."""
 
     def add(self, facts: dict[str, Any]) -> None:
         self.talk += facts["talk"]
@@ -309,9 +309,9 @@ class Case(NamedTuple):
     """One job to be measured: its kind, its size, and its undisturbed minutes.
 
     Attributes:
-        kind: How it is set up.
+        kind: Keys and product version of the job.
         size: Number of members.
-        minutes: In which nothing happens and nobody may be put out.
+        minutes: Minutes in which nothing happens and no member may be put out.
     """
 
     kind: Kind

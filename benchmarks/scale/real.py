@@ -65,8 +65,8 @@ def beyond_links(samples: Iterable[Mapping[str, int]], views: Sequence[View]) ->
     """Returns (connections beyond the view's links, links of the view) of each member in each sample that fits a view.
 
     Args:
-        samples: Connections by name, of all members at one time.
-        views: Of the chain, oldest first.
+        samples: Number of connections of each member at one time, by name.
+        views: Views of the chain, oldest first.
     """
     beyond: list[int] = []
     degrees: list[int] = []
@@ -86,9 +86,9 @@ class Driver:
         crew: All processes.
         log: Event log of the benchmark.
         size: Number of members at first.
-        events: How many are killed, and how many come.
-        every: Steps between two of these.
-        seed: Of who is killed.
+        events: Number of kills, and also of joins.
+        every: Steps between one kill or join and the next.
+        seed: Seed by which the killed processes are drawn.
     """
 
     def __init__(self, crew: Crew, log: EventLog, size: int, events: int, every: int, seed: int) -> None:

@@ -50,7 +50,7 @@ class Members:
     """The state machines of all members of a view, at the founding of the job.
 
     Args:
-        view: Whose first member holds the state.
+        view: View whose first member has the state.
     """
 
     def __init__(self, view: View) -> None:
@@ -71,7 +71,7 @@ class Members:
         """Runs one optimizer step of all members.
 
         Raises:
-            RuntimeError: Somebody did not commit it.
+            RuntimeError: A member did not commit the step.
         """
         root = self.machines[self.view.root]
         prev = root.header

@@ -82,11 +82,11 @@ def check(
     """Checks one run's journals against all points of the contract.
 
     Args:
-        journals: From `read`.
-        length: Samples in an epoch.
-        freezes: What the parent stopped.
+        journals: Lines of each process's journal, as `read` returns them.
+        length: Number of samples in an epoch.
+        freezes: Processes that the parent stopped for a time.
         killed: Processes ("name-pid") that were killed.
-        partings: Whom the parent cut off.
+        partings: Cuts of members from all others by the parent.
     """
     verdict = Verdict()
     _chain(journals, verdict)

@@ -183,7 +183,7 @@ class Driver:
         self._due: list[Any] = []
         self._began = (time.monotonic(), crew.step)
         self._tried = 0.0
-        """Since when the next fault could not be carried out."""
+        """Time of the first attempt at the next fault, by the monotonic clock (s); 0.0: not attempted yet."""
         self.done: list[tuple[int, str, str]] = []
         """(ns, action, node)."""
         self.schedulers: Control = crew.control or Control(crew.endpoint)

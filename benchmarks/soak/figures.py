@@ -40,9 +40,9 @@ def beyond_line(points: list[tuple[float, float]], x: float, y: float) -> float:
     its border).
 
     Args:
-        points: At least three, with different x.
-        x: Where to look.
-        y: What is there.
+        points: Points (x, y) that define the line, at least three, with different x.
+        x: x-coordinate of the judged point.
+        y: y-coordinate of the judged point.
     """
     xs, ys = [a for a, _ in points], [b for _, b in points]
     slope, intercept = statistics.linear_regression(xs, ys)

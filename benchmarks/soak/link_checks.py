@@ -43,9 +43,9 @@ class LinkVerdict:
 
     counts: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    """Links that stayed away, and parts that did not say that they wait."""
+    """Descriptions of links that stayed away, and of cut-off members that did not report what they wait for."""
     delays_s: list[float] = field(default_factory=list)
-    """From a link's mending to its return."""
+    """Seconds from a link's mending to its return, for each link that returned."""
 
     @property
     def median_delay_s(self) -> float:
@@ -92,9 +92,9 @@ def check_links(lines: Sequence[Line], hurts: Sequence[Hurt], freezes: Sequence[
     """Checks for each link with a fault whether it returned.
 
     Args:
-        lines: From `read_lines`.
-        hurts: What the parent did to links.
-        freezes: What it did to processes.
+        lines: Events of all logs, as `read_lines` returns them.
+        hurts: Faults of links that the parent caused.
+        freezes: Processes that the parent stopped for a time.
     """
     verdict = LinkVerdict()
     views = views_of(lines)

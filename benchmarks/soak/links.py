@@ -76,13 +76,14 @@ class Links:
     """Faults of links during a soak. All methods are called in the parent's loop.
 
     Args:
-        relay: Through which all members dial.
+        relay: Relay through which all members dial.
         log: Event log of the harness.
-        endpoint: The scheduler's own, not by way of a relay.
-        ways: The members' ways to the scheduler, by name; the parent's own, as they come and go.
-        seed: Of the draws.
-        every_s: Mean time between two events; 0: links are left alone.
-        kept: So many steady members are never parted from the scheduler or from each other.
+        endpoint: Endpoint of the scheduler itself, without a relay.
+        ways: Members' connections to the scheduler, by name; the parent's own mapping, which changes as members come
+            and go.
+        seed: Seed of the draws.
+        every_s: Mean seconds between two events; 0: links are left alone.
+        kept: Number of steady members that are never parted from the scheduler or from each other.
         deck: Cards that are drawn.
     """
 

@@ -71,7 +71,7 @@ PLACES = {
     "allreduce": ("all-reduce", "contributed"),
     "optimizer": ("optimizer", "handing out"),
 }
-"""By phase of a fault plan: places of pipeline_members.py."""
+"""Places of pipeline_members.py, by phase of a fault plan."""
 
 
 # ------------------------------------------------------------------------------------------------ a member
@@ -81,10 +81,10 @@ class Reporter(pl.Callback):
     """Callback that reports a member's progress to the parent, writes its journal, and takes orders to die.
 
     Args:
-        pipe: To the parent.
-        journal: Of this process.
-        strike: File that names the place of its death.
-        pace_s: Pause in each step.
+        pipe: Connection to the parent.
+        journal: Journal of this process.
+        strike: Path of the file that names the place of the process's death.
+        pace_s: Pause in each step, in seconds.
     """
 
     def __init__(self, pipe: Connection, journal: Journal, strike: Path, pace_s: float) -> None:
@@ -204,8 +204,8 @@ def check(journals: Mapping[str, Sequence[Line]], killed: set[str]) -> tuple[dic
     """Returns the loss of each step, and descriptions of all steps in which members disagree.
 
     Args:
-        journals: From `read`.
-        killed: Processes ("name-pid") that were killed: what they wrote last the job may not know.
+        journals: Lines of each process's journal, as `read` returns them.
+        killed: Processes ("name-pid") that were killed: the job may not know the step that they wrote last.
     """
     losses: dict[int, float] = {}
     hashes: dict[tuple[int, str], str] = {}

@@ -133,10 +133,10 @@ def disturbed(
     """Runs the soak with its faults; returns the processes, the driver of faults and the duration, s.
 
     Args:
-        folder: Of all that is kept.
-        args: The soak's.
-        epochs: That members train.
-        make: Makes the crew.
+        folder: Folder for all files that are kept.
+        args: Arguments of the soak.
+        epochs: Number of epochs that members train.
+        make: Class of the crew.
     """
     from chaos_lightning.events.events import EventLog
     from chaos_lightning.testing.edge.relay import LinkRelay

@@ -50,10 +50,10 @@ AWAY_S = {
     "old_store": (4.0, 7.0),
     "empty_scheduler": (4.0, 7.0),
 }
-"""How long each is gone, or in the chain's place."""
+"""Least and most seconds for which a scheduler or server is gone, or other data is in the chain's place, by kind."""
 JOB, OLD_PREFIX = "default", "older-copy"
 AGE_S = (4.0, 9.0)
-"""How old a copy of the chain is when it takes its place."""
+"""Least and most seconds of the age of a copy of the chain when it takes the chain's place."""
 SETTLED_S = 2.0
 """Seconds that a scheduler takes after its return to be as good as before."""
 HEARD_ALL_S = 6.0
@@ -75,7 +75,7 @@ class Control:
     """Control plane of a soak; this base class has a single scheduler without faults.
 
     Args:
-        endpoint: Where the parent reaches it.
+        endpoint: Endpoint at which the parent reaches the control plane.
     """
 
     kinds: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class Control:
         """Brings back each scheduler or server that is due, and kills or freezes the next one.
 
         Args:
-            calm: No link is hurt.
+            calm: Whether no link has a fault.
         """
 
     def calm(self) -> None:
@@ -255,8 +255,8 @@ class Several(Control):
         """Stops all etcd servers, and restarts them on the data saved as `name` ("": their own data).
 
         Args:
-            name: Of a former call's `keep`.
-            keep: Keeps their present data under this name.
+            name: Name that a former call got as `keep`.
+            keep: Name under which their present data is saved; "": it is not saved.
         """
         for server in self._servers.servers:
             self._servers.kill(server)

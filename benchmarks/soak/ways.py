@@ -11,8 +11,8 @@ class Ways:
     """One member's connections to all schedulers, which are cut and restored together.
 
     Args:
-        ways: To the schedulers; they know the member by its process.
-        name: The member's.
+        ways: Connections to the schedulers, of which each knows the member by its process.
+        name: Name of the member.
     """
 
     def __init__(self, ways: Sequence[Way], name: str) -> None:

@@ -23,12 +23,12 @@ class Shape:
     """Sizes of one comparison: the model, the members, the blocks and the steps.
 
     Attributes:
-        world: Members.
-        state_mib: Parameters and Adam state.
-        rounds: Blocks of each contender that count.
-        steps: In a block.
-        fused: Torch's fused Adam, else its default loop.
-        device: Where all compute, as torch names it.
+        world: Number of members.
+        state_mib: MiB of parameters and Adam state.
+        rounds: Number of blocks of each contender that count.
+        steps: Number of steps in a block.
+        fused: Whether torch's fused Adam runs; otherwise its default loop.
+        device: Device on which all members compute, as torch names it.
     """
 
     world: int
@@ -65,8 +65,8 @@ class Plain:
     """Training by torch's own means: DDP, or each member by itself.
 
     Args:
-        model: What runs forward and backward.
-        optimizer: Of its parameters.
+        model: Model that runs forward and backward.
+        optimizer: Optimizer of the model's parameters.
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:
@@ -148,10 +148,10 @@ def measure(
     """Runs all trainings in turn; returns their measurements.
 
     Args:
-        shape: What they train.
-        kinds: Who they are.
-        ours: Settings of those that are this engine, by kind.
-        prepare: Called in each member's process before it begins; a function of a module.
+        shape: Sizes of the trainings.
+        kinds: Kinds of the compared trainings, as `contender` takes them.
+        ours: Settings of the trainings by this engine, by kind.
+        prepare: Function of a module, called in each member's process before the trainings begin.
     """
     port = free_port()
     arguments = [(rank, port, shape, kinds, dict(ours), prepare) for rank in range(shape.world)]

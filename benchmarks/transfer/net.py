@@ -312,9 +312,9 @@ class Joiner:
     """This process as the newcomer, which pulls a state that all donors publish.
 
     Args:
-        net: The donors.
-        folder: For the file that all donors map, where there is no memory for it.
-        seed: Of the state's bytes.
+        net: Network of the donors.
+        folder: Folder for the file that all donors map, on systems without shared memory for it.
+        seed: Seed of the state's bytes.
     """
 
     def __init__(self, net: Network, folder: Path, seed: int) -> None:

@@ -37,7 +37,9 @@ class ComparedPlan(SharePlan):
     shard_nbytes: int = 0
     """Size of a shard where the policy has one."""
     routes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By source: whom the newcomer asks, and who forwards the request, up to the source itself. Absent: direct."""
+    """Nodes on the way of a request, by source: the one that the newcomer asks, those that forward it, and the source
+    itself; sources that are asked directly are absent.
+    """
 
 
 def greedy_counts(count: int, shard_nbytes: int, neighbours: Sequence[Neighbour]) -> tuple[list[int], int]:

@@ -107,9 +107,9 @@ class MultiSource(TransferPolicy):
     servers.
 
     Args:
-        estimates: Of the newcomer's links.
-        options: Whose pull it is.
-        links: The overlay; without one, that of the view (`overlay`).
+        estimates: (latency in s, bits per second) of the newcomer's links, by neighbour.
+        options: Facts on the pull, with the name of the newcomer.
+        links: Links of the overlay; None: those that `overlay` returns.
     """
 
     name = "multi_source"
@@ -228,10 +228,10 @@ def policy_of(
     """Returns a policy by its name, for one pull: one of the package's, or of this module.
 
     Args:
-        name: As in `POLICIES` and `COMPARED` of planning/shards.py.
+        name: Name of a policy, one of `POLICIES` and `COMPARED` of planning/shards.py.
         estimates: (latency in s, bits per second) of the newcomer's links, by neighbour.
         options: Further facts to plan by.
-        given: Arguments of this policy alone.
+        given: Arguments that only this policy has.
     """
     if name == "stop_resume":
         return StopResume(**given)

@@ -238,7 +238,7 @@ class Harness:
             after: Only events that were read after this one.
 
         Raises:
-            DeadlineError: It did not come; the message shows all processes and the last events.
+            DeadlineError: The event did not come in time; the message shows all processes and the last events.
             UndeclaredDeath: A process died during the wait, and no test had declared that it may.
         """
         place = 0 if after is None else self._seen.index(after) + 1

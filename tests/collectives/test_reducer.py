@@ -25,8 +25,8 @@ class Node:
     """Member that consists of a reducer and links, with a loop of its own.
 
     Args:
-        parts: By tensor: its part; none: there is one part.
-        owners: By part: its owners.
+        parts: Part of each tensor, in order of the tensors; empty: there is one part.
+        owners: Owners of each part, by part; None: all members own all.
     """
 
     def __init__(

@@ -680,9 +680,9 @@ def rows(
     comparisons.
 
     Args:
-        folder: For what the processes leave behind.
-        deadline_s: For all rows of one size of job, in seconds.
-        only: Regular expression.
+        folder: Folder for the files that the processes leave behind.
+        deadline_s: Seconds that all rows of one size of job may take.
+        only: Regular expression for names of features.
         table: Name of the module with the rows, as `FEATURES`.
         worlds: Sizes of jobs.
     """

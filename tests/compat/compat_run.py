@@ -48,7 +48,7 @@ class Reason:
             difference, which is meant.
         tests: Ends of node ids, without parameters, or with.
         error: Regular expression that what was raised, or the report, must contain.
-        why: In words, for the document.
+        why: Explanation in words, for the document.
     """
 
     kind: str
@@ -171,12 +171,13 @@ class Verdicts:
     """Verdicts on those tests that build a Trainer with chaos.
 
     Attributes:
-        passed: How many.
-        skipped: By themselves, without a device or a package that they need, or expected to fail.
-        refused: By the refusal's words.
-        plain: These fail with Lightning's own strategy as well.
-        explained: By the reason.
-        unexplained: Neither.
+        passed: Number of tests that passed.
+        skipped: Number of tests that skipped themselves, without a device or a package that they need, or that are
+            expected to fail.
+        refused: Outcomes of tests of refused features, by the refusal's words.
+        plain: Outcomes of tests that fail with Lightning's own strategy as well.
+        explained: Outcomes of failed tests with a known reason, by reason.
+        unexplained: Outcomes of all other failed tests.
     """
 
     passed: int

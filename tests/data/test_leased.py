@@ -23,8 +23,8 @@ class Dealer:
 
     Attributes:
         free: Positions of the present epoch that nobody has.
-        used: Those that count, by epoch.
-        at_once: At most so many are dealt per claim.
+        used: Positions that count as used, by epoch.
+        at_once: Most positions that are dealt per claim.
     """
 
     def __init__(self, length: int = LENGTH, epochs: int = 2, at_once: int = 1 << 30) -> None:

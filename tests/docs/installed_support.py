@@ -64,9 +64,9 @@ class Installed:
     """Separate environment with the wheel installed.
 
     Attributes:
-        bin: Its folder of programs.
-        said: What the commands of docs/install.md printed.
-        used: Endpoints are free ports, one for each folder that commands run in.
+        bin: Folder of the environment's programs.
+        said: Output of the commands of docs/install.md.
+        used: Endpoint of each folder in which commands run, by folder, with a free port each.
     """
 
     bin: Path

@@ -18,7 +18,7 @@ class Middleman(LinkRelay):
     """Relay that harms connections on order, and records the bytes that pass.
 
     Attributes:
-        seen: By direction of each connection, every byte that passed; only while `records`.
+        seen: Bytes that passed while `records` was true, by (number of the connection, sender, receiver).
         done: Kinds of harm that were done.
     """
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from chaos_lightning.trainer import Trainer
 
 GRADIENT, WEIGHT = 1.2345678, 1.7654321
-"""In [1, 2): a sum of equal ones, over a power of two of samples, has the same digits."""
+"""Values in [1, 2): a sum of equal ones, over a power of two of samples, has the same digits."""
 
 
 def pattern(value: float) -> re.Pattern[bytes]:

@@ -71,7 +71,7 @@ def command(*options: str, said: str = "") -> Iterator[str]:
     """Runs `chaos-lightning metrics` while the block runs; yields the address that it prints.
 
     Args:
-        said: What it writes to stderr.
+        said: Text that the command must write to stderr.
     """
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     words = [sys.executable, "-m", "chaos_lightning", "metrics", *options]

@@ -26,7 +26,7 @@ from chaos_lightning.observe.status import status
 __all__ = ["etcd"]
 
 Way = Callable[..., None]
-"""How a candidate is cut off from members."""
+"""Function that cuts a candidate off from members."""
 LOUDLY = pytest.param(Apart.cut_from_members, id="cut")
 SILENTLY = pytest.param(Apart.stall_from_members, marks=pytest.mark.slow, id="stall")
 

@@ -56,9 +56,9 @@ class Talk:
         self.searches: list[fx.SearchPipelines] = []
         self.done: list[fx.SchedulerDone] = []
         self.speeds: dict[str, float] = {}
-        """As members tell them."""
+        """Speed that each member reports in heartbeats, by name."""
         self.steps: dict[str, tuple[float, float]] = {}
-        """Seconds of a step, and between units of two steps, likewise."""
+        """(seconds of a step, seconds between units of two steps) that each member reports in heartbeats, by name."""
         self.now = 0.0
         self.conns: dict[str, int] = {}
         self.ids: dict[str, str] = {}

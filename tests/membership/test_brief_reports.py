@@ -40,10 +40,10 @@ class Job(Stage):
     """Large job of stand-ins for members, whose reports are recorded and may be changed.
 
     Attributes:
-        change: What a member says in place of its report; None: nothing.
-        reports: What was said, in order.
-        prepares: Who was asked for a report, in order, and whether a brief one was enough.
-        decided: The last decision.
+        change: Function that returns what a stand-in sends in place of its report; None: it sends nothing.
+        reports: Reports that were sent, in order.
+        prepares: Requests for reports, in order: (member, whether a brief report was enough).
+        decided: Last decision that a member was sent.
     """
 
     def __init__(self, count: int = COUNT) -> None:

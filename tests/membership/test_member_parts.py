@@ -60,7 +60,7 @@ class Node:
     id: str
     machine: MemberMachine = field(default_factory=MemberMachine)
     memory: dict[int, str] = field(default_factory=dict)
-    """By part: the state that it is of, a header's hash."""
+    """Hash of the header whose state the part belongs to, by part."""
     drifted: set[int] = field(default_factory=set)
     wants: fx.PullParts | fx.PullState | None = None
     reduced: set[tuple[ViewId, int]] = field(default_factory=set)

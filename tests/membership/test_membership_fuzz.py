@@ -53,7 +53,7 @@ STAGED = (
     V6_STAGED,
     replace(V6_STAGED, id=ViewId(1, 7), members=V4.members[1:], leaving=V6.members, pipelines=pipelines_of("c~3:2")),
 )
-"""The same with pipelines, and one that lets this member go."""
+"""Views like `VIEWS` with pipelines, of which the last one lets this member go."""
 
 
 def tree(views: Sequence[View]) -> list[Header]:

@@ -87,11 +87,11 @@ class CountedJob:
     """Outer job with a server and clusters, all run as processes by a test's harness.
 
     Args:
-        harness: Its directory holds the server's files.
-        seed: Of the policy, and of the `random` with which tests hurt it.
-        clusters: How many.
-        samples: Of an epoch.
-        epochs: How many.
+        harness: Harness, whose directory holds the server's files.
+        seed: Seed by which the policy is drawn, and of `random`, with which tests choose their faults.
+        clusters: Number of clusters.
+        samples: Number of samples of an epoch.
+        epochs: Number of epochs.
         pace_s: Seconds of an inner step.
     """
 

@@ -28,8 +28,8 @@ class OuterJob:
     """Processes of one job's server, under a harness.
 
     Args:
-        harness: Its directory (`folder`, unless that is changed) holds the chain and the followers' files.
-        followers: How many.
+        harness: Harness, whose directory (`folder`, unless that is changed) holds the chain and the followers' files.
+        followers: Number of followers.
     """
 
     def __init__(self, harness: Harness, followers: int = 1) -> None:

@@ -174,7 +174,8 @@ def ddp(spec: dict[str, Any]) -> None:
     """Runs one DDP rank of a cluster, with the environment that Lightning's launcher gives it.
 
     Args:
-        spec: As of `cluster`; "rank", "ranks", "port" (of their group), "kind" (of model), "keep" (checkpoints).
+        spec: Settings as of `cluster`, and "rank", "ranks", "port" (of their group), "kind" (of model), "keep"
+            (folder of checkpoints).
     """
     os.environ |= {"LOCAL_RANK": str(spec["rank"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"])}
     torch.set_num_threads(1)
@@ -189,8 +190,9 @@ def rank(spec: dict[str, Any]) -> None:
     """Runs one rank of a cluster that is itself an elastic job.
 
     Args:
-        spec: As of `cluster`; "cluster" (its name), "port" (of the inner job's scheduler), "min_nodes", "options" (of
-            the inner strategy), "poison" (after that step), "ckpt_path", "files" (folder to which it logs), "last".
+        spec: Settings as of `cluster`, and "cluster" (its name), "port" (of the inner job's scheduler), "min_nodes",
+            "options" (of the inner strategy), "poison" (after that step), "ckpt_path", "files" (folder to which it
+            logs), "last".
     """
     out = Path(spec["out"])
     torch.set_num_threads(1)

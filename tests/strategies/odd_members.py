@@ -107,9 +107,9 @@ class Drifts(models.Regression):
     weight.
 
     Args:
-        drifts_at: Step; 0: never.
-        gathers_at: Step; 0: never.
-        nudges: It changes a weight after each step, which the others do not.
+        drifts_at: Step after which the learning rate changes; 0: never.
+        gathers_at: Step after which the additional collective runs; 0: never.
+        nudges: Whether this member changes a weight after each step; the other members do not.
     """
 
     def __init__(self, drifts_at: int = 0, gathers_at: int = 0, nudges: bool = False) -> None:

@@ -209,7 +209,7 @@ class Deals(Regression):
     """Model that calls `set_epoch` on its loader's batch sampler, since Lightning does not.
 
     Args:
-        tells: It does.
+        tells: Whether the model makes this call.
     """
 
     def __init__(self, tells: bool = True, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from strategy_models import MANUAL, Manual, data, loader, trainer, weights
 import chaos_lightning  # noqa: F401  (registers "chaos")
 
 SAMPLES = 26
-"""In batches of 8 the last one has 2: of two members with batches of 4 one is idle then."""
+"""Number of samples: in batches of 8 the last one has 2, so one of two members with batches of 4 is idle then."""
 
 
 def alone(tmp_path: Path, kind: str, strategy: str, epochs: int) -> Manual:

@@ -13,7 +13,7 @@ SLOW = pytest.mark.slow
 HALF = 80_000
 """Bytes of memory in which half of the blocks fit."""
 LLAMA_HALF = 240_000
-"""The same for a Llama of as many blocks."""
+"""Bytes of memory in which half of the blocks of a Llama with as many blocks fit."""
 
 
 def start(job: Any, names: str, **spec: Any) -> None:

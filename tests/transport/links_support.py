@@ -30,7 +30,7 @@ class Node:
     Attributes:
         messages: (source, payload) in the order in which they came.
         chunks: (peer, payload).
-        reports: What was measured.
+        reports: Measurements of links.
         undone: (to, source, reason) of messages that were dropped.
         changes: (peer, up, evidence).
     """

@@ -82,7 +82,9 @@ class SimLink:
         self.trains = 0
         self.pieces = 0
         self.lateness_s: list[float] = []
-        """By so much more the receiver comes late to each piece of the first trains: its machine is busy."""
+        """Seconds by which a busy receiver handles each piece of a train later than the piece before, for each of the
+        first trains.
+        """
 
     def quiet(self, now: float, quiet_s: float) -> bool:
         return now - self.traffic_at >= quiet_s and self.pipe.free_at <= now

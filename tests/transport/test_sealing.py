@@ -156,8 +156,8 @@ class Reader:
     """Reader of frames, as a link reads them: headers of 44 bytes that begin with the payload's length, then payloads.
 
     Attributes:
-        frames: Payloads that are whole; None where they were diverted.
-        calls: How often it received.
+        frames: Payloads that were read completely; None for those that were diverted.
+        calls: Number of calls of `receive`.
     """
 
     def __init__(self, opener: Opener) -> None:

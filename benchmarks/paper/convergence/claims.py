@@ -16,7 +16,7 @@ from benchmarks.paper.figure import Claim
 MIB = 1 << 20
 TITLES = {"resnet": "like ResNet", "alexnet": "like AlexNet", "vgg": "like VGG", "gpt": "GPT with LoRA"}
 TRACKS = {"resnet": 0.5, "alexnet": 0.5, "vgg": 0.5, "gpt": 0.005}
-"""How far apart two curves may be that track each other: percent points, nats per byte."""
+"""Greatest distance of two curves that track each other: percent points, nats per byte."""
 ON_ITS_WAY = 0.25
 """Which part of the way to the other curve a curve has behind it at the end, at least, that shifts there."""
 SMOOTH = 1.0

@@ -185,8 +185,8 @@ class Topology:
     """Nodes, links between them, and the schedule by which links change.
 
     Raises:
-        SchemaError: It is impossible: an unknown node, a link to itself, a doubled one, a graph in parts, a rate of 0,
-            ...
+        SchemaError: The topology is impossible: an unknown node, a link to itself, a doubled one, a graph in parts,
+            a rate of 0, ...
     """
 
     nodes: tuple[EdgeNode, ...]

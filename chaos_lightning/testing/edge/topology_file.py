@@ -32,8 +32,8 @@ def load_topology(source: str | Path) -> Topology:
     """Reads a topology from a file: JSON if its name ends in `.json`, otherwise YAML.
 
     Raises:
-        ConfigurationError: It cannot be read, or says something that cannot be; names file, line, key, what was
-            given and what is expected.
+        ConfigurationError: The file cannot be read, or describes an impossible topology; the message names file, line,
+            key, what was given and what is expected.
     """
     path = Path(source)
     try:

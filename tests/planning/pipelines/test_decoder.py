@@ -12,7 +12,7 @@ from chaos_lightning.planning.pipelines.job import JobError
 LLAMA = Decoder(layers=32, width=4096, feed_forward=11008, gated=True, vocabulary=32000)
 GPT2 = Decoder(layers=12, width=768, heads=12, vocabulary=50257, sequence=1024)
 GPT3 = Decoder(layers=96, width=12288, heads=96, vocabulary=51200, sequence=2048, micro_batch=1)
-"""As in the table of arXiv 2205.05198."""
+"""Model in the table of arXiv 2205.05198."""
 
 
 def test_parameters_of_published_models() -> None:

@@ -15,7 +15,7 @@ arcs = st.dictionaries(
     st.tuples(st.integers(1, 9), st.integers(0, 9)),
     max_size=20,
 )
-"""From, to; capacity, cost."""
+"""Arcs of a network: (capacity, cost) by (from, to)."""
 
 
 def network(given_arcs: dict[tuple[int, int], tuple[int, int]]) -> tuple[FlowNetwork, dict[tuple[int, int], int]]:

@@ -89,7 +89,7 @@ def check(pipeliner: Pipeliner, answer: PipelineAnswer, members: Collection[Devi
     lacks.
 
     Args:
-        pipeliner: Whose answer it is.
+        pipeliner: Pipeliner that gave the answer.
         answer: Answer with pipelines.
         members: Members of the view.
         held: Layers that each member holds, leaving members included.
