@@ -90,7 +90,7 @@ class Tower(pl.LightningModule):
             if self.dies[1] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         slow = self.slows is not None and self.trainer.global_step >= self.slows[0]
-        for block in self.blocks:
+        for block in self.blocks if self.pause_s else ():
             block.pause_s = self.pause_s * (self.slows[1] if self.slows and slow else 1.0)
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
