@@ -128,7 +128,7 @@ class Scene:
 
 
 def quiet(scene: Scene, seconds: float) -> float:
-    """Returns by how many seconds the longest step exceeds the median in a time without faults."""
+    """Lets the job run without a fault; returns by how many seconds its longest step then exceeds the median one."""
     rested = time.monotonic_ns() + int(REST_S * 1e9)
     scene.until(lambda: time.monotonic_ns() > rested, "rest for who has just come back")
     since = time.monotonic_ns()

@@ -75,7 +75,7 @@ def vertices(
 
 
 def neighbours_of(all_of: Sequence[Vertex]) -> list[set[int]]:
-    """Returns for each all-reduce the indices of those that share an owner with it."""
+    """Returns for each all-reduce the indices of the other all-reduces that have one of its owners."""
     at: dict[str, set[int]] = defaultdict(set)
     for i, v in enumerate(all_of):
         for name in v.owners:

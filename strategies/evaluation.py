@@ -124,7 +124,7 @@ class Evaluation:
 
     @property
     def loop(self) -> _EvaluationLoop:
-        """Lightning's validation loop within fit."""
+        """The validation loop that Lightning's Trainer runs within fit."""
         return self.trainer.fit_loop.epoch_loop.val_loop
 
     def divides(self, steps: int) -> bool:

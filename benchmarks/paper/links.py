@@ -1,4 +1,4 @@
-"""Makes Fig. 9 and Table I: links that come and go, members that leave, and the costs for the other members.
+"""Makes Fig. 9 and Table I of the Chaos paper: links that come and go, leaving members, and the costs for others.
 
 Real processes are those of benchmarks/primitives, which defines what an exposed delay is; here they are run at
 several cluster sizes with a small model. As many members as in the paper do not fit a small machine, so larger

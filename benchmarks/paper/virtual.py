@@ -217,8 +217,8 @@ def pull(join: Join, nbytes: int, policy: str, *, layer_nbytes: Sequence[int] = 
 
 
 def bound_s(join: Join, nbytes: int) -> float:
-    """Returns the seconds of a pull that keeps all the newcomer's links busy to its end, at their rates when it
-    comes.
+    """Returns the seconds of a pull that keeps all the newcomer's links busy to its end, at the rates that the links
+    have when the newcomer comes.
     """
     near = [shards.Neighbour(n, 2 * latency, 8 / rate) for n, (latency, rate) in join.estimates().items()]
     return shards.bound_s(nbytes, near)

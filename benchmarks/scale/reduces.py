@@ -43,7 +43,7 @@ Links = dict[tuple[str, str], tuple[float, float, float]]
 
 
 def links_of(view: View, bps: float, *, full: bool, uneven: bool = False) -> Links:
-    """Returns the links of a view, or one between every pair, in the planner's form.
+    """Returns the links of a view as the planner takes them; with `full`, one link between every pair of members.
 
     Args:
         view: A view.

@@ -225,7 +225,7 @@ _COMPARED = {policy.name: policy for policy in (Greedy, Optimal, Even, Single, M
 def policy_of(
     name: str, estimates: Estimates | None = None, options: PolicyOptions | None = None, **given: Any
 ) -> TransferPolicy:
-    """Returns a policy by its name, for one pull: one of the package's, or of this module.
+    """Returns the transfer policy of this name, for one pull: one that the package has, or one of this module.
 
     Args:
         name: Name of a policy, one of `POLICIES` and `COMPARED` of planning/shards.py.

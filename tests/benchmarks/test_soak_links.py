@@ -324,8 +324,8 @@ def test_a_way_that_is_cut_resets_what_stands_and_what_comes_until_it_is_restore
 
 
 def test_links_of_who_has_left_do_not_keep_the_others_from_calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A removed link counts as missing only while both its ends are in the job, since one that has left may never
-    return.
+    """The soak waits for a removed link to return only while both its ends are in the job, since a member that has
+    left may never return.
     """
     net = Net(monkeypatch)
     net.links.hurts.append(Hurt("remove", {frozenset("ab")}, (), 1.0, int(net.now * 1e9)))

@@ -387,7 +387,7 @@ def test_a_newcomer_does_not_wait_for_members_that_are_about_to_get_the_part_the
 
 
 def test_the_rest_is_served_and_pulled_like_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part `rest` is served and pulled like others, but no memory is made or freed for it."""
+    """The part `rest` (counters, schedules) is served and pulled like layers, but no memory is made or freed for it."""
     mail = posted(parts=(asked := replace(wanted(), parts=((2, 3), (4, 5)))))
     moves, held, server, told = moving(mail, ((0, 1), (4, 5)))
     moves.rest = cast(Any, SimpleNamespace(tensors=list, manifest=dict))

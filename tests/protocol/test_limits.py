@@ -104,9 +104,7 @@ def test_a_leader_of_outer_sync_has_the_same_limits() -> None:
 
 
 def test_numbers_of_layers_are_limited_and_numbers_of_pushes_are_not() -> None:
-    """A field `first` of outer sync, which counts pushes without bound, is not limited like the field of that name for
-    layers.
-    """
+    """Fields that number layers are limited; a field `first` of outer sync is not, since it numbers pushes."""
     joined = outer_types.Joined(outer_types.IncarnationId("c", 1), "host", 1 << 40)
     assert OUTER.decode(outer_types.Joined, body_bytes(joined)) == joined
 

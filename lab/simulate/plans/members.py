@@ -27,8 +27,8 @@ KINDS = (
 def _strikes(
     random: Random, kinds: tuple[str, ...], names: list[str], starts: list[float]
 ) -> tuple[list[Fault], list[tuple[str, str, float]], int, int]:
-    """Draws up to four faults of these kinds; returns them, slow links, the number of newcomers, and the number of
-    members that go.
+    """Chooses up to four faults of these kinds at random; returns the faults, the slow links, the number of newcomers,
+    and the number of members that go.
     """
     count = len(names)
     faults: list[Fault] = []
