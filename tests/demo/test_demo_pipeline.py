@@ -61,7 +61,7 @@ def whole_models(lines: Lines) -> None:
     [
         (other_loss, "losses are within 0.0001 of those of one process"),
         (died_elsewhere, "SIGKILL of dev-2 in a backward pass costs no step"),
-        (nobody_resumed, "all six leave at one step, each keeps its layers in a file, and all go on from there"),
+        (nobody_resumed, "all six leave, keep all layers in files, and go on from there"),
         (whole_models, "six devices train as 3 x 2 a model that none of them has room for"),
     ],
 )
