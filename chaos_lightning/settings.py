@@ -32,6 +32,7 @@ from chaos_lightning.declared import (
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import DAY_NBYTES
 from chaos_lightning.machine.addresses import DEFAULT_PORT, read_ports, split_announced, split_endpoints
+from chaos_lightning.planning.batch import MEMBER, check_rule
 from chaos_lightning.planning.plans import DEFAULT_PLAN, absolute_plan, read_plan
 from chaos_lightning.planning.shards import POLICIES, wrong_policy
 from chaos_lightning.protocol.types import PlanSpec, Settings, check_nodes, is_name
@@ -179,6 +180,21 @@ class EngineConfig:
         "state), or auto. auto: by replay if its steps are a pure function of state and gradients, else by pause; the "
         "event log gives the reason.",
         check=one_of(("auto", "replay", "pause")),
+    )
+    batch: str = setting(
+        MEMBER,
+        "Batch of an optimizer step: member, fixed, fixed:N or fixed:N/B. member: the sum of the members' batches, so "
+        "it grows and shrinks with them. fixed: as many samples as the loader's batch, whoever is there, divided by the "
+        "members' speeds; fixed:N: N samples; fixed:N/B: N samples in micro-batches of exactly B, each of which computes "
+        "the same wherever it runs. Equal at all members.",
+        check=check_rule,
+        metavar="RULE",
+    )
+    fits: int = setting(
+        0,
+        "Samples that this member computes at once under batch=fixed; a larger share becomes several micro-batches. 0: "
+        "as many as the loader's batch.",
+        check=at_least(0, "a number of samples, or 0 for the loader's batch"),
     )
     transfer: str = setting(
         "adaptive",

@@ -54,7 +54,7 @@ from chaos_lightning.member.part_hashes import PartHashes
 from chaos_lightning.member.part_moves import HeldParts, PartMoves, PartReader
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.transfer import Transfer
-from chaos_lightning.member.unit_steps import Attempt, UnitsDone, UnitStep, await_commit, run_attempts
+from chaos_lightning.member.unit_steps import MOVES_NOTHING, Attempt, UnitsDone, UnitStep, await_commit, run_attempts
 from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.effects import Committed
@@ -241,15 +241,17 @@ class Engine:
         """Sends border tensors to another member; they must not change until they are sent. Any thread."""
         self._loop.call(lambda: self._links.chunk(peer, kind, view, seq, start, payload))
 
-    def attach(self, units: UnitStep, held: HeldParts) -> None:
+    def attach(self, units: UnitStep, held: HeldParts | None = None) -> None:
         """Makes steps run as units of micro-batches. To be called after `prepare` and before `join`.
 
         Args:
             units: This member's part of such steps.
-            held: The parts of the state in this process.
+            held: The parts of the state in this process; None: every member has the whole state.
         """
         shell = self._prepared().shell
         shell.units = units
+        if held is None:
+            return
 
         def tell(loaded: fx.StateLoaded) -> None:
             self._loop.call(lambda: shell.feed(loaded))
@@ -273,6 +275,7 @@ class Engine:
         replay: Replay | None = None,
         loaded: LoadedCheckpoint | None = None,
         pipelines: str = "",
+        batch: str = "",
     ) -> Header:
         """Joins the job: says hello, gets links and a view, and the state if other members have it.
 
@@ -287,6 +290,7 @@ class Engine:
                 from it may replace it (14c).
             pipelines: Request of this member to a job that runs in pipelines (`PipelineRequest.to_json`); "": it holds
                 the whole state.
+            batch: Batch of a step, whoever is there (planning/batch.py, BatchRule); "": each member adds `quota`.
 
         Returns:
             The header that this member's state stands on (GENESIS for a new job).
@@ -313,6 +317,7 @@ class Engine:
             layout=made.accumulation.layout,
             no_replay=no_replay(self.config, replay),
             pipelines=pipelines,
+            batch=batch,
         )
         self._replay, self._loaded = replay, loaded
         if self._moves is not None:
@@ -512,7 +517,9 @@ class Engine:
         self._transfer.settle()
         return header
 
-    def step_by_units(self, attempt: Attempt, *, section: int = 0, hyper: str = "", order: str = "") -> Header:
+    def step_by_units(
+        self, attempt: Attempt, *, section: int = 0, hyper: str = "", order: str = "", state_hash: str = ""
+    ) -> Header:
         """Runs a step as units of micro-batches, again after each recovery, and waits for its commit.
 
         Afterwards `.grad` of the parameters that this member owns holds the average, and reduced buffers their mean.
@@ -524,6 +531,7 @@ class Engine:
             section: Index of the optimizer that steps.
             hyper: Hyperparameters in words; compared at the root.
             order: Order of the epoch's samples in words; compared at the root.
+            state_hash: As of `step`, where every member has the whole state.
 
         Raises:
             FencedError, DisagreementError, RestartError, DeadlineError: See errors.py; nothing was applied.
@@ -533,9 +541,18 @@ class Engine:
             Exception: Any error that a unit raised.
         """
         hashes, me = self._hashes, self.member_id
+        words: dict[str, object] = {
+            "name": f"section {section}",
+            "coefficient": 1.0,
+            "hyper": hyper,
+            "order": order,
+        }
         if hashes is None:
-            raise ConfigurationError("there are no units to run; call attach() before join()")
-        words = {"name": f"section {section}", "coefficient": 1.0, "hyper": hyper, "order": order}
+            words["state_hashes"] = (state_hash,) if state_hash else ()
+            units, header = self._by_units(Kind.STEP, attempt, lambda _: words)
+            units.commit(header)
+            self._transfer.settle()
+            return header
 
         def attempted(view: View, seq: int) -> UnitsDone:
             hashes.at(self.header, view, me)  # the state is that of the header now
@@ -579,7 +596,7 @@ class Engine:
         """
         made = self._prepared()
         units = made.shell.units
-        if units is None or self._moves is None:
+        if units is None:
             raise ConfigurationError("there are no units to run; call attach() before join()")
         self._raise_pending()
         self._refuse_unstepped(f"the next {kind}")
@@ -596,7 +613,7 @@ class Engine:
             commit = run_attempts(
                 units,
                 attempt,
-                self._moves,
+                self._moves or MOVES_NOTHING,
                 self._mail,
                 self.header,
                 contribute,
@@ -918,7 +935,7 @@ class Engine:
         self.events.emit("rejoin", old_id=self.member_id)
         self._forget()
         whose = {"fingerprint": dict(said.fingerprint), "quota": said.quota, "accumulate": said.accumulate}
-        more = {"replay": self._replay, "loaded": self._loaded, "pipelines": said.pipelines}
+        more = {"replay": self._replay, "loaded": self._loaded, "pipelines": said.pipelines, "batch": said.batch}
         return self.join(**whose, state=state, **more)  # type: ignore[arg-type]
 
     def _forget(self) -> None:

@@ -113,6 +113,7 @@ def hello(
     layout: Layout,
     no_replay: str = "",
     pipelines: str = "",
+    batch: str = "",
 ) -> Hello:
     """Makes a first Hello; its fingerprint has each parameter's type and shape, so that a refusal can name the one that
     differs.
@@ -139,6 +140,7 @@ def hello(
         node=(node := os.environ.get("CHAOS_NODE", "")),
         workers=_workers() if node else 1,
         pipelines=pipelines,
+        batch=batch,
     )
     try:
         return decode(Hello, encode(made))
