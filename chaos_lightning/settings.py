@@ -184,9 +184,9 @@ class EngineConfig:
     batch: str = setting(
         MEMBER,
         "Batch of an optimizer step: member, fixed, fixed:N or fixed:N/B. member: the sum of the members' batches, so "
-        "it grows and shrinks with them. fixed: as many samples as the loader's batch, whoever is there, divided by the "
-        "members' speeds; fixed:N: N samples; fixed:N/B: N samples in micro-batches of exactly B, each of which computes "
-        "the same wherever it runs. Equal at all members.",
+        "it grows and shrinks with them. fixed: as many samples as the loader's batch, whoever is there, divided by "
+        "the members' speeds; fixed:N: N samples; fixed:N/B: N samples in micro-batches of exactly B, each of which "
+        "computes the same wherever it runs. Equal at all members.",
         check=check_rule,
         metavar="RULE",
     )

@@ -225,7 +225,7 @@ class FitSession:
         if self._loader is not None:
             self.elastic.close()
         self._loader = TrainLoader(elastic, self.trainer, self)
-        self.lengths.asked(self._total())
+        self.lengths.asked(self._total(), follows=isinstance(elastic, ElasticLoader))
         if self._state is not None:
             self._state.loader = elastic
         return self._loader

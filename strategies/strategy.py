@@ -450,7 +450,7 @@ class ChaosStrategy(ParallelStrategy):
         checkpoint = with_loaders(self._read(checkpoint_path, weights_only))
         ours = checkpoint.pop(KEY, {})  # `on_load_checkpoint` sees what Lightning has written, and no more
         if self.session is not None:
-            of_steps = self.pipeline.micro_batches if self.pipeline is not None else 0
+            of_steps = self.pipeline.micro_batches if self.pipeline is not None else int(bool(self.session.hooks.batch))
             convert_position(checkpoint, of_steps, self.session.trainer.accumulate_grad_batches)
             self.session.member.checkpoints.load({**ours, "step": checkpoint.get("global_step", 0)})
         return checkpoint

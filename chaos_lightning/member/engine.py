@@ -45,7 +45,7 @@ from chaos_lightning.member.calls import users_line
 from chaos_lightning.member.choice import TransferChoice
 from chaos_lightning.member.control_stream import ControlStream
 from chaos_lightning.member.entrance import Entrance, no_replay
-from chaos_lightning.member.hello import hello, listening_address
+from chaos_lightning.member.hello import Asks, hello, listening_address
 from chaos_lightning.member.keeping import Keeping, LoadedCheckpoint
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.losses import Losses
@@ -316,8 +316,7 @@ class Engine:
             fingerprint={**fingerprint, FIT: str(self._fit.number)},
             layout=made.accumulation.layout,
             no_replay=no_replay(self.config, replay),
-            pipelines=pipelines,
-            batch=batch,
+            asks=Asks(pipelines, batch),
         )
         self._replay, self._loaded = replay, loaded
         if self._moves is not None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from chaos_lightning.membership import stimuli
@@ -520,8 +521,8 @@ class SchedulerMachine:
             net=net,
             chain_id=self.book.chain_id,
             state=state,
-            batch=self.sharing.of(members),
         )
+        view = replace(view, batch=self.sharing.of(members))
         view = in_pipelines(view, pipelines, self.keeper.holders(ready, base))
         ruling = Ruling(base=base, members=view.ids(), joiners=view.joiners, reason=view.reason)
         if written := self._write(view, lambda: self._decided(view, ruling), base):

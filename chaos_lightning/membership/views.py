@@ -36,13 +36,11 @@ def founding_view(
     net: Net,
     chain_id: str = "",
     state: str = "",
-    batch: str = "",
 ) -> View:
     """Returns the first view of a job: the first member's state is the job's, and the others receive what differs
     (protocol.md 14).
 
-    `state` says what becomes of the state that the job had, if it is founded again; `batch` is the split of a batch of
-    fixed size.
+    `state` says what becomes of the state that the job had, if it is founded again.
     """
     names = listed(m.id for m in members)
     reason = f"founded by {names}"
@@ -60,7 +58,6 @@ def founding_view(
         reason=bounded(reason),
         links=net.specs([m.id for m in members]),
         chain=chain_id,
-        batch=batch,
     )
 
 
