@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from chaos_lightning.member.part_moves import PartMoves
 from chaos_lightning.membership.parts import REST
 from chaos_lightning.pipeline.absent import is_absent
-from chaos_lightning.strategies import ChaosPipelineStrategy
+from chaos_lightning.strategies import ChaosPipelineStrategy, ChaosStrategy
 
 WIDTH, CLASSES = 16, 8
 
@@ -239,7 +239,7 @@ def let_rest_wait(path: Path) -> None:
 
 
 def member(spec: dict[str, Any]) -> None:
-    """Runs one member of a job with pipelines.
+    """Runs one member of a job with pipelines; or, without `micro_batches`, of one in which all have the whole model.
 
     Args:
         spec: name, port, out (folder of the report); min_nodes, micro_batches, device_memory, policy, model (arguments
@@ -252,17 +252,24 @@ def member(spec: dict[str, Any]) -> None:
     quiet()
     if "rest_waits" in spec:
         let_rest_wait(Path(spec["rest_waits"]))
-    strategy = ChaosPipelineStrategy(
-        micro_batches=spec["micro_batches"],
-        policy=spec.get("policy"),
-        dry_run=spec.get("dry_run"),
-        device_memory=spec.get("device_memory"),
-        endpoint=f"127.0.0.1:{spec['port']}",
-        name=spec["name"],
-        min_nodes=spec.get("min_nodes"),
-        log_dir=os.environ["CHAOS_LOG_DIR"],
-        options={"join_timeout_s": 40.0, "step_timeout_s": 40.0, **spec.get("options", {})},
-    )
+    common = {
+        "endpoint": f"127.0.0.1:{spec['port']}",
+        "name": spec["name"],
+        "min_nodes": spec.get("min_nodes"),
+        "log_dir": os.environ["CHAOS_LOG_DIR"],
+        "options": {"join_timeout_s": 40.0, "step_timeout_s": 40.0, **spec.get("options", {})},
+    }
+    strategy: Any
+    if "micro_batches" in spec:
+        strategy = ChaosPipelineStrategy(
+            micro_batches=spec["micro_batches"],
+            policy=spec.get("policy"),
+            dry_run=spec.get("dry_run"),
+            device_memory=spec.get("device_memory"),
+            **common,
+        )
+    else:
+        strategy = ChaosStrategy(**common)
     gates = Gates(spec.get("gates", {}), spec.get("worlds", {}), "", {})
     module, rows = trained(strategy, spec, [gates])
     found = {n: p.detach().clone() for n, p in module.named_parameters() if not is_absent(p)}
