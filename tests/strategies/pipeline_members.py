@@ -187,6 +187,7 @@ def quiet() -> None:
         "You defined a `validation_step`.*",
         "Be aware that when using `ckpt_path`.*",
         "Watched.* a hook sees the gradients and weights.*",
+        "The `srun` command is available",
     ):
         warnings.filterwarnings("ignore", message=text)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,3 +192,15 @@ def test_a_llama_trains_as_one_process(job: Any) -> None:
     a, b = job.finish("a", "b")
     check_equal([a, b], *alone(kind="Llama"))
     assert not set(a["parameters"]) & set(b["parameters"])
+
+
+def test_a_member_trains_where_slurm_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning warns where it finds `srun` and is not run by it; members of these tests take warnings for errors."""
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+    from pipeline_members import quiet
+
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with warnings.catch_warnings():
+        quiet()
+        assert not SLURMEnvironment.detect()
