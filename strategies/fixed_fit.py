@@ -8,6 +8,7 @@ the piece's number, so under `fixed:N/B` they do not depend on who computes it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from chaos_lightning.data.feeds import declared_batch
 from chaos_lightning.data.pieces import Piece
 from chaos_lightning.data.steps import StepBatch, StepLoader
+from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.member.drift import StateComparison
 from chaos_lightning.pipeline.randomness import Randomness
 from chaos_lightning.pipeline.shares import ShareAttempt, ShareStep, UserStep
@@ -24,10 +26,27 @@ from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.pipeline_logs import UnitLogs
+from chaos_lightning.strategies.refusals import Refusal
 from chaos_lightning.strategies.session import FitHooks, FitSession
 from chaos_lightning.strategies.stepping import weight_of
 from chaos_lightning.strategies.unit_stepper import UnitStepper
 from chaos_lightning.strategies.users_step import UsersStep
+
+FIXED_TABLE: tuple[Refusal, ...] = (
+    Refusal(
+        "accumulation beside a batch of fixed size",
+        "a step has the samples that `batch` names, in as many micro-batches as members need; leave "
+        "accumulate_grad_batches at 1 and take batch=fixed:N, with N the loader's batch times what you accumulated",
+        lambda t: f"accumulate_grad_batches={n}" if (n := t.accumulate_grad_batches) != 1 else "",
+    ),
+    Refusal(
+        "manual optimization",
+        "a member's share of a step may take several calls of training_step, and only your code knows after which of "
+        "them optimizers step; use automatic optimization, or batch=member",
+        lambda t: "" if t.lightning_module.automatic_optimization else "automatic_optimization = False",
+    ),
+)
+"""Refusals where a batch has a fixed size, beside those of strategy `chaos`."""
 
 
 class FixedFit(FitHooks):
@@ -61,10 +80,23 @@ class FixedFit(FitHooks):
         assert rule is not None, "the setting names a fixed batch"
         self._rule, self._fits = rule, self._config.fits or min(size, rule.samples)
         micro_batches = rule.units if rule.micro_batch else 1
-        self._loader = StepLoader(
-            dataloader, micro_batches=micro_batches, micro_batch=rule.micro_batch or rule.samples, **options
+        self._loader = loader = StepLoader(
+            dataloader,
+            micro_batches=micro_batches,
+            micro_batch=rule.micro_batch or rule.samples,
+            **options,
         )
-        return self._loader
+        if size < 1 or loader.unit != "sample":
+            raise UnsupportedError(
+                f"batch={self._config.batch!r} counts samples, and this training loader's batches are made by a batch "
+                "sampler or by the data set. Give the DataLoader a batch_size and, if need be, a sampler"
+            )
+        if (length := loader.length(0)) is not None and length < rule.samples:
+            warnings.warn(
+                f"batch={self._config.batch!r}: the data have {length} samples, so a step is a whole epoch of them",
+                stacklevel=2,
+            )
+        return loader
 
     def stepper(self, fit: FitSession) -> UnitStepper:
         return UnitStepper(

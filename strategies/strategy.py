@@ -37,7 +37,7 @@ from chaos_lightning.strategies.elastic import ElasticPart, OuterTerms, refuse_r
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_assigned, unsharded, whole
 from chaos_lightning.strategies.fingerprint import seed_of
-from chaos_lightning.strategies.fixed_fit import FixedFit
+from chaos_lightning.strategies.fixed_fit import FIXED_TABLE, FixedFit
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import agree_on_validation
 from chaos_lightning.strategies.outer_refusals import RANKS_TABLE
@@ -203,6 +203,11 @@ class ChaosStrategy(ParallelStrategy):
             self.session.hooks = self._pipeline_fit(trainer, self.pipeline)
         if self.outer is not None:
             self.session.hooks = ElasticPart(trainer, self.outer)
+            if config.batch != MEMBER:
+                raise UnsupportedError(
+                    f"batch={config.batch!r} in a cluster of outer sync: a cluster's push weighs what its members "
+                    "trained, and its batch follows from them. Use batch=member there"
+                )
         elif self.pipeline is None and config.batch != MEMBER:
             self.session.hooks = FixedFit(trainer, config, self.collectives, seed_of(self.options.seed))
         if place.rank == 0 and not self.session.hooks.writes:  # a rank of another cluster does
@@ -247,6 +252,8 @@ class ChaosStrategy(ParallelStrategy):
             if self.outer is not None:
                 refuse(self.session.trainer, early=True, table=RANKS_TABLE, strategy="chaos_diloco")
                 refuse_ranks(self.session.config, self.data, self.outer)
+            if isinstance(self.session.hooks, FixedFit):
+                refuse(self.session.trainer, early=True, table=FIXED_TABLE, strategy="chaos with batch=fixed")
             warn_ignored(self.session.trainer, len(self.parallel_devices or ()))
             self._turn.begin(self.session.config.job)
 

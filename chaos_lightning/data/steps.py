@@ -218,7 +218,7 @@ class StepLoader:
         least: Fewest samples that the model trains on at once; equal on all members.
 
     Raises:
-        UnsupportedError: The data have no positions that all stages could share.
+        UnsupportedError: The data have no positions that all members could share.
 
     Attributes:
         loader: The user's loader.
@@ -241,7 +241,8 @@ class StepLoader:
     ) -> None:
         if micro_batches < 1:
             raise ConfigurationError(f"micro_batches={micro_batches}; expected at least 1")
-        self.loader, self.micro_batches = _positioned(loader, mode), micro_batches
+        what = "a batch of fixed size" if micro_batch else "pipelines"
+        self.loader, self.micro_batches = _positioned(loader, mode, what), micro_batches
         self._micro_batch = micro_batch
         self._seed, self._least = seed, least
         self._assigning = ElasticLoader(
@@ -360,6 +361,11 @@ class StepLoader:
         return self._assigning.drops
 
     @property
+    def unit(self) -> str:
+        """What the loader's positions number: samples, or batches (see `Orders`)."""
+        return self._assigning.units.unit
+
+    @property
     def batch(self) -> int:
         return self._assigning.batch
 
@@ -439,25 +445,25 @@ class StepLoader:
         return data
 
 
-def _positioned(loader: Any, mode: str) -> DataLoader[Any]:
-    """Returns the loader unchanged; raises UnsupportedError if its samples have no positions that all stages could
+def _positioned(loader: Any, mode: str, what: str) -> DataLoader[Any]:
+    """Returns the loader unchanged; raises UnsupportedError if its samples have no positions that all members could
     share.
     """
     if mode != "shared":
         raise UnsupportedError(
-            f"data={mode!r} does not go with pipelines: stages on several members run the same micro-batch, so all "
-            'need the same data. Use data="shared"'
+            f"data={mode!r} does not go with {what}: any member may have to compute any sample of a step, so all need "
+            'the same data. Use data="shared"'
         )
     if isinstance(loader, list | tuple | Mapping) or hasattr(loader, "flattened"):
         raise UnsupportedError(
-            f"a {type(loader).__name__} of training loaders does not go with pipelines, which number the micro-batches "
-            "of one. Combine the data sets (ConcatDataset, or one that returns both)"
+            f"a {type(loader).__name__} of training loaders does not go with {what}: a step numbers the samples of one "
+            "loader. Combine the data sets (ConcatDataset, or one that returns both)"
         )
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        what = loader.dataset if isinstance(loader, DataLoader) else loader
+        data = loader.dataset if isinstance(loader, DataLoader) else loader
         raise UnsupportedError(
-            f"the training data are a {type(what).__name__}, whose samples have no positions, so stages on several "
-            "members could not load the same micro-batch. Use a torch DataLoader over a map-style data set"
+            f"the training data are a {type(data).__name__}, whose samples have no positions, so several members could "
+            "not load the same ones. Use a torch DataLoader over a map-style data set"
         )
     return loader
 

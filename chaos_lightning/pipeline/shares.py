@@ -226,13 +226,18 @@ class ShareAttempt:
         weight = self.user.weight(data, samples)
         if last and not self.scales:
             self.step.close()
-        loss = self.user.loss(piece, data)
-        if loss is None:
-            return
-        self._losses[piece.number], self._weights[piece.number] = loss.detach(), weight
-        factor = weight / self.batch.samples if self.scales else weight
-        if factor:
-            self.user.backward(loss * factor)
+        try:
+            loss = self.user.loss(piece, data)
+            if loss is None:
+                return
+            self._losses[piece.number], self._weights[piece.number] = loss.detach(), weight
+            factor = weight / self.batch.samples if self.scales else weight
+            if factor:
+                self.user.backward(loss * factor)
+        except torch.OutOfMemoryError as error:
+            if not share.split.rule.micro_batch and samples > 1:
+                error.add_note(f"{self.member} computed {samples} samples at once; fits={samples // 2} halves that")
+            raise
 
     def _spent(self, share: Share) -> tuple[Spent, ...]:
         return self.batch.spent_by(share)
