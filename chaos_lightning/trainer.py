@@ -68,6 +68,7 @@ from chaos_lightning.member.micro_batches import MicroBatches
 from chaos_lightning.member.participation import Footing, Participation
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.pipeline.hooked import alone
+from chaos_lightning.planning.batch import MEMBER
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
@@ -268,6 +269,11 @@ class Trainer:
             )
         if accumulate < 1:
             raise ConfigurationError(f"accumulate={accumulate}; expected 1 or more batches per step")
+        if self.engine.config.batch != MEMBER:
+            raise UnsupportedError(
+                f"batch={self.engine.config.batch!r} is not supported in a plain loop, which hands out batches one by one "
+                "and cannot run a step again; use Lightning's Trainer with strategy='chaos', or batch=member"
+            )
         self._clip = training.Clipping(clip_norm, clip_value)
         refuse(model, optimizer)
         named = _trained(model, optimizer)
