@@ -271,8 +271,8 @@ class Trainer:
             raise ConfigurationError(f"accumulate={accumulate}; expected 1 or more batches per step")
         if self.engine.config.batch != MEMBER:
             raise UnsupportedError(
-                f"batch={self.engine.config.batch!r} is not supported in a plain loop, which hands out batches one by one "
-                "and cannot run a step again; use Lightning's Trainer with strategy='chaos', or batch=member"
+                f"batch={self.engine.config.batch!r} is not supported in a plain loop, which hands out batches one by "
+                "one and cannot run a step again; use Lightning's Trainer with strategy='chaos', or batch=member"
             )
         self._clip = training.Clipping(clip_norm, clip_value)
         refuse(model, optimizer)
