@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from strategy_models import Gan, Regression, data, loader, trainer
+from test_refusals import iter_loader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.strategies import ChaosStrategy
 
 
 def start(job: Any, name: str, rule: str, **spec: Any) -> None:
@@ -77,3 +84,38 @@ def test_a_newcomer_and_a_death_within_a_step_change_no_step(job: Any, rule: str
     check_equal(reports, *alone(parts=4 if "/" in rule else 1, **spec), rel=1e-10)
     assert job.harness.wait_exit("c") == -9
     assert [r for r in job.harness.records if r.name == "replayed"] == [] or way == "replay"
+
+
+def fixed(rule: str = "fixed", **strategy: Any) -> ChaosStrategy:
+    return ChaosStrategy(options={"batch": rule}, **strategy)
+
+
+def batches() -> Any:
+    found = data(12)
+    return DataLoader(found, batch_sampler=BatchSampler(SequentialSampler(found), 4, drop_last=False))
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    ("options", "module", "loaded", "words"),
+    [
+        ({"accumulate_grad_batches": 2}, Regression, loader, "accumulate_grad_batches=2.*batch=fixed:N"),
+        ({}, Gan, loader, "automatic_optimization = False.*batch=member"),
+        ({}, Regression, batches, "counts samples.*Give the DataLoader a batch_size"),
+        ({}, Regression, iter_loader, "have no positions"),
+        ({"strategy": fixed(data="local")}, Regression, loader, "data='local' does not go with a batch of fixed size"),
+        ({}, Regression, lambda: [loader(), loader()], "training loaders"),
+    ],
+)
+def test_what_a_fixed_batch_cannot_have_is_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], module: type, loaded: Any, words: str
+) -> None:
+    fit = trainer(tmp_path, **{"strategy": fixed(), **options})
+    with pytest.raises(UnsupportedError, match=f"(?s){words}"):
+        fit.fit(module(), loaded())
+
+
+@pytest.mark.parametrize("rule", ["fixed:", "fixed:0", "fixed:8/3", "fixed:8/0", "8", "mean"])
+def test_a_rule_that_is_none_is_refused_with_what_is_expected(rule: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"batch={rule!r}.*(expected|take N|N and B)"):
+        fixed(rule)._config()
