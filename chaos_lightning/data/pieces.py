@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from chaos_lightning.data.parts import Part
+from chaos_lightning.data.accumulations import Part
 from chaos_lightning.planning.batch import Split
 from chaos_lightning.protocol.spans import count
 from chaos_lightning.protocol.types import Span
