@@ -113,8 +113,8 @@ class FixedOracle(Oracle):
 
     def _since(self, view: View) -> int:
         """Returns how many steps were committed when the present members were given this split."""
-        earlier, found = {v.id: v for v in self.views()}, self.entered[view.id]
-        while (older := earlier.get(view.predecessor)) is not None:
+        found = self.entered[view.id]
+        while (older := self.ever.get(view.predecessor)) is not None:
             if (older.ids(), older.batch) != (view.ids(), view.batch):
                 break
             view, found = older, min(found, self.entered.get(older.id, found))

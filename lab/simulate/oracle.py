@@ -8,7 +8,7 @@ path of it. Each check names the rule of protocol.md or the contract of docs/arc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -46,6 +46,8 @@ class Oracle:
     program: Program
     views: Callable[[], Sequence[View]] = tuple
     """Function that returns the stored chain as it is."""
+    ever: Mapping[ViewId, View] = field(default_factory=dict)
+    """Views that were ever stored, by number."""
     made: dict[int, Made] = field(default_factory=dict)
     votes: dict[tuple[str, int], set[bytes]] = field(default_factory=dict)
     headers: dict[tuple[str, str], Header] = field(default_factory=dict)
@@ -76,11 +78,10 @@ class Oracle:
     # ------------------------------------------------------------------ while the job runs
 
     def view(self, number: ViewId) -> View:
-        """Returns the stored view with this number."""
-        found = next((v for v in self.views() if v.id == number), None)
-        if found is None:
-            raise Violation(f"view {number} rules, and the store does not have it (7)")
-        return found
+        """Returns the view that was stored with this number."""
+        if number not in self.ever:
+            raise Violation(f"view {number} rules, and was never stored (7)")
+        return self.ever[number]
 
     def gradients(self, result: Result) -> Collection[int]:
         """Returns what the sum of these contributions consists of: equal sums lead to equal states."""
@@ -172,7 +173,9 @@ class Oracle:
             if made is None or made.seq != header.seq or made.base != header.prev_hash:
                 raise Violation(f"{who}: slot {header.seq} sums a contribution that was made for another: {made} (1)")
             if made.view not in (NO_VIEW, header.view):
-                raise Violation(f"{who}: slot {header.seq} of view {header.view} sums what was made in {made.view} (B3)")
+                raise Violation(
+                    f"{who}: slot {header.seq} of view {header.view} sums what was made in {made.view} (B3)"
+                )
             if made.state != self.states[(lineage, before.hash)]:
                 raise Violation(f"{who}: slot {header.seq} sums a gradient of {made.member} on another state (4a)")
             used += made.spans

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.parts import division, numbers
-from chaos_lightning.protocol.types import GENESIS, Header, Kept, Kind, View, ViewId
+from chaos_lightning.protocol.types import GENESIS, Header, Kept, Kind, ViewId
 from lab.simulate.oracle import Oracle, Violation, positions_in
 from lab.simulate.staged_training import (
     Parts,

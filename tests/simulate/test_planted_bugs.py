@@ -89,7 +89,7 @@ def test_the_table_of_rules_of_pipelines_names_what_there_is() -> None:
         ("P13-hasty", "begins again from nothing"),
         ("P14-copies", "and they are others'"),
         ("P17-counting-unchecked", "metrics have counted"),
-        ("B1-order", "spent exactly once"),
+        ("B1-order", "not that of one process"),
         ("B1-number", "one process uses"),
         ("B2-left-out", "in the sum of no member"),
         ("B2-unchecked", "one process uses"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -21,7 +22,8 @@ from lab.simulate.training import Program
 from lab.simulate.world import World, simulate
 
 PLANS = (
-    fixed.changing_plan, fixed.rerun_plan, fixed.again_plan, fixed.announced_plan, fixed.restarted_plan, fixed.torn_plan,
+    fixed.changing_plan, fixed.rerun_plan, fixed.again_plan, fixed.announced_plan, fixed.restarted_plan,
+    fixed.torn_plan,
 )  # fmt: skip
 
 
@@ -49,7 +51,9 @@ def test_three_thousand_seeds_are_well() -> None:
         assert simulate(FAMILIES["batch"](seed), FixedHooks).violation == "", seed
 
 
-def job_plan(*faults: Fault, batch: str = "12", members: int = 3, steps: int = 40, later: tuple[NodeSpec, ...] = ()) -> Plan:
+def job_plan(
+    *faults: Fault, batch: str = "12", members: int = 3, steps: int = 40, later: tuple[NodeSpec, ...] = ()
+) -> Plan:
     """Returns the plan of a job of so many steps, the last of which lacks a sample."""
     samples = int(batch.partition("/")[0])
     nodes = (*(NodeSpec(name=f"n{i}", fits=3) for i in range(members)), *later)
@@ -78,7 +82,7 @@ def last_state(world: World) -> tuple[int, ...]:
 def splits(world: World) -> list[View]:
     """Returns the views that give the members of the view before other shares."""
     views = world.store.views
-    return [b for a, b in zip(views, views[1:], strict=False) if a.ids() == b.ids() and a.batch != b.batch]
+    return [b for a, b in pairwise(views) if a.ids() == b.ids() and a.batch != b.batch]
 
 
 def steps(world: World) -> int:

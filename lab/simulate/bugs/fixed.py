@@ -14,7 +14,7 @@ from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.sharing import Sharing
 from chaos_lightning.planning.batch import Split, divided, read_split
-from chaos_lightning.protocol.types import Contribution, Span, View, ViewId
+from chaos_lightning.protocol.types import Contribution, View, ViewId
 from lab.simulate.bugs.frame import Bug, planted
 from lab.simulate.bugs.staged import KeepingMachine, UncheckedKeepingMachine, UncheckedMachine
 from lab.simulate.fixed import FixedNode, ShareRun
@@ -153,7 +153,9 @@ _BUGS: dict[str, tuple[str, Callable[[int], Plan], type[Hooks]]] = {
         "nobody checks which units sums cover, and a dead member's share is left out", rerun_plan,
         hooks(node=ShrinkingNode, machine=UncheckedMachine),
     ),
-    "B3-kept": ("a step's contribution and sum are sent again", rerun_plan, hooks(node=KeepingNode, machine=KeepingMachine)),
+    "B3-kept": (
+        "a step's contribution and sum are sent again", rerun_plan, hooks(node=KeepingNode, machine=KeepingMachine)
+    ),
     "B3-kept-unchecked": (
         "a step's contribution and sum are sent again, unchecked", rerun_plan,
         hooks(node=KeepingNode, machine=UncheckedKeepingMachine),
@@ -164,7 +166,8 @@ _BUGS: dict[str, tuple[str, Callable[[int], Plan], type[Hooks]]] = {
     "B4-foreseen": ("an announced split rules before a header carries it", announced_plan, hooks(node=ForeseeingNode)),
     "B4-own": ("a member divides by the speed that it measures", changing_plan, hooks(node=MeasuringNode)),
     "B4-restless": (
-        "splits follow each other at once", changing_plan, hooks(scheduler=planted(BriskScheduler, sharing=RestlessSharing))
+        "splits follow each other at once", changing_plan,
+        hooks(scheduler=planted(BriskScheduler, sharing=RestlessSharing)),
     ),
     "B4-unstored": ("a split is announced that is not stored", changing_plan, hooks(scheduler=ChangingScheduler)),
 }  # fmt: skip
@@ -180,4 +183,4 @@ FIXED_BUGS = {
     )
     for name, (what, plan, made) in _BUGS.items()
 }
-"""Planted bugs about batches of fixed size, by name; without the bug these jobs need the behaviour of such jobs, too."""
+"""Planted bugs about batches of fixed size, by name; without the bug their jobs need the classes of such jobs, too."""

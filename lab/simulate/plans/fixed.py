@@ -136,17 +136,19 @@ def again_plan(seed: int) -> Plan:
 
 
 def announced_plan(seed: int) -> Plan:
-    """Returns a plan in which the root hears late of each view, so that the others know of a split long before a header
-    carries it; then a member may die or leave.
+    """Returns a plan in which headers travel slowly, so that a split is often announced while an earlier header is
+    under way; then a member may die or leave.
     """
     count = 3 + seed % 3
     random, plan = _job(seed, count)
-    faults = [Fault(action="lag", node="n0", at=0.3 + i, lasts=0.9) for i in range(3)]
+    faults: tuple[Fault, ...] = ()
     how = random.choice(("", "kill", "kill", "leave", "freeze"))
     if how:
         node = f"n{random.randrange(1, count)}"
-        faults.append(Fault(action=how, node=node, at=random.uniform(0.4, 2.0), lasts=1.0))
-    return replace(plan, faults=tuple(faults))
+        faults = (Fault(action=how, node=node, at=random.uniform(0.5, 5.0), lasts=1.0),)
+    slow = tuple(("n0", f"n{i}", 0.1) for i in range(1, count))
+    nodes = tuple(replace(n, paces=_paces(random, 5.0)) for n in plan.nodes)
+    return replace(plan, faults=faults, slow_links=slow, nodes=nodes)
 
 
 def restarted_plan(seed: int) -> Plan:
