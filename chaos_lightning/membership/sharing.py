@@ -3,8 +3,9 @@
 Theory of operation. Each view of a job with such a batch has a split (planning/batch.py). A view of other members gets
 one that is as good as their reported times allow. While the members stay, their times are looked at now and then: where
 another split would make steps shorter by a tenth, a view of the same members with that split rides on the next header,
-like any other view (7). A member that has told no time yet counts as the median of the others. Nothing is split anew
-within `PAUSE_STEPS` steps, since times after a change have to be measured first.
+like any other view (7). That waits until all members with a share have told a time, since a scheduler that was just
+restarted knows none. In a view of other members one that has told no time counts as the median of the others. Nothing
+is split anew within `PAUSE_STEPS` steps after a split came into force, since times have to be measured first.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ PAUSE_STEPS = 30
 
 
 class Sharing:
-    """Division of a batch of fixed size. Arguments are scheduler components that it uses."""
+    """Division of a batch of fixed size. Arguments are scheduler components that it uses.
+
+    Attributes:
+        pause_steps: Least number of steps between two splits for the same members.
+    """
 
     def __init__(self, book: Book, roster: Roster) -> None:
         self._book, self._roster = book, roster
+        self.pause_steps = PAUSE_STEPS
+        self._ruling: tuple[tuple[str, ...], str] = ((), "")
+        """Members and split of the view that was looked at last; none since other members were given a split."""
         self._since = 0
-        """Steps that were committed when the last split was made."""
+        """Steps that were committed when that split came into force, or when times were compared with it last."""
 
     def of(self, members: Sequence[Member], before: View | None = None) -> str:
         """Returns the split of a view of these members, as text; "" if each adds a batch of its own.
@@ -41,7 +49,7 @@ class Sharing:
         rule = self._rule(before)
         if rule is None or not members:
             return ""
-        self._since = self._book.reached
+        self._ruling = ((), "")
         return str(Split(rule, divided(rule.units, self._speeds(members))))
 
     def _rule(self, before: View | None) -> BatchRule | None:
@@ -54,17 +62,29 @@ class Sharing:
         ids, peers = [m.id for m in members], self._roster.peers
         return speeds_of(ids, {m: peers[m].tempo.sample_s for m in ids if m in peers})
 
+    def _told(self, latest: View, split: Split) -> bool:
+        """Returns whether all members that have a share have told how long they compute for a sample."""
+        told = {p.id for p in self._roster.members() if p.tempo.sample_s > 0}
+        return all(m in told for m, share in zip(latest.ids(), split.shares, strict=True) if share)
+
     def turn(self, latest: View) -> tuple[str, str] | None:
         """Returns another split for the same members and the reason in words, if it is worth the change; else None.
 
         Args:
             latest: The view that rules, which all its members have entered.
         """
-        if not latest.batch or self._book.reached - self._since < PAUSE_STEPS:
+        if not latest.batch:
             return None
-        self._since = self._book.reached
+        reached = max(self._book.reached, *(p.step for p in self._roster.members()))
+        if self._ruling != (ruling := (latest.ids(), latest.batch)) or reached < self._since:
+            self._ruling, self._since = ruling, reached
+        if reached - self._since < self.pause_steps:
+            return None
         split = read_split(latest.batch, len(latest.members))
         assert split is not None
+        if not self._told(latest, split):
+            return None
+        self._since = reached
         shares = better(split.shares, self._speeds(latest.members))
         if shares is None:
             return None

@@ -29,8 +29,12 @@ FIXED = "fixed"
 WORTH = 0.1
 """Share of a step's time that another split has to save before the members get it."""
 MOST_SAMPLES = 1 << 31
+LEAST_S = 1e-12
+"""Least time, s, that a sample is taken to need, so that no speed is infinite."""
 _RULE = re.compile(r"(\d{1,10})(?:/(\d{1,10}))?")
 _SPLIT = re.compile(r"([^:]*):(.*)")
+_RUN = re.compile(r"(\d{1,10})(?:x(\d{1,10}))?")
+"""Share of one member, or of several that follow each other."""
 _EXPECTED = (
     "expected member (each member adds its own batch), fixed (the loader's batch size, whoever is there), fixed:N (N "
     "samples a step) or fixed:N/B (N samples in micro-batches of B)"
@@ -164,10 +168,10 @@ def read_split(text: str, members: int) -> Split | None:
     rule = read_rule(found[1]) if found is not None else None
     shares: list[int] = []
     for run in found[2].split(",") if found is not None and found[2] else ():
-        share, _, count = run.partition("x")
-        if not (share.isdecimal() and (count or "1").isdecimal()) or len(shares) > members:
+        read = _RUN.fullmatch(run)
+        if read is None or len(shares) > members:
             raise PlanError(f"split {text[:99]!r} is none")
-        shares += [int(share)] * min(int(count or 1), members + 1)
+        shares += [int(read[1])] * min(int(read[2] or 1), members + 1)
     split = Split(rule, tuple(shares)) if rule is not None else None
     if split is None or len(shares) != members or sum(shares) != split.rule.units or str(split) != text:
         raise PlanError(f"split {text[:99]!r} does not divide a batch among {members} members")
@@ -203,9 +207,9 @@ def speeds_of(members: Iterable[str], seconds: Mapping[str, float]) -> list[floa
         members: Their ids.
         seconds: Measured seconds for a sample, by member; 0: not known.
     """
-    told = [1 / s for s in seconds.values() if s > 0]
-    usual = statistics.median_high(told) if told else 1.0
-    return [1 / s if (s := seconds.get(m, 0.0)) > 0 else usual for m in members]
+    told = {m: 1 / max(s, LEAST_S) for m, s in seconds.items() if s > 0}
+    usual = statistics.median_high(told.values()) if told else 1.0
+    return [told.get(m, usual) for m in members]
 
 
 def span_of(shares: Sequence[int], speeds: Sequence[float]) -> float:
