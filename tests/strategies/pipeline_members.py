@@ -249,8 +249,8 @@ def member(spec: dict[str, Any]) -> None:
             of `Tower`), samples, batch, epochs, precision, gates, dies (at a step, in the unit of this number, 1: as
             it runs out of memory), slows (from a step on each block takes so many times its pause_s), validation
             (samples), saves (folder of checkpoints), saves_changes (folder of those at changes of the members),
-            saves_last (a checkpoint at the end), ckpt_path, paced_s (after each step), dry_run, kind (a class of this module instead of `Tower`), rest_waits (path of a file without
-            which it pulls no rest of the state).
+            saves_last (a checkpoint at the end), ckpt_path, paced_s (after each step), dry_run, kind (a class of this
+            module instead of `Tower`), rest_waits (path of a file without which it pulls no rest of the state).
     """
     quiet()
     if "rest_waits" in spec:

@@ -1,6 +1,4 @@
-"""Tests CheckpointOnChange among real members: each change of the members causes one checkpoint, which all ask for at the
-same step.
-"""
+"""Tests CheckpointOnChange among real members: each change causes one checkpoint, and all ask for it at one step."""
 
 from __future__ import annotations
 
