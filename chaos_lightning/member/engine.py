@@ -121,6 +121,8 @@ class Engine:
         role: "founder" or "joiner", after `join`; "late" if the job was finished before, and this process has its
             final state.
         resumed: This founder went on from a state that the last member of the job had kept in a file.
+        founders: Members of the view that founded the job, or founded it again, if this one is among them; empty if it
+            came later.
         leaving: This member has asked to leave; training stops when a header lets it go.
         out: A header excluded this member (it left).
     """
@@ -134,6 +136,7 @@ class Engine:
         self.header: Header = GENESIS
         self.role = ""
         self.resumed = False
+        self.founders: tuple[str, ...] = ()
         self.leaving = False
         self.out = False
         logs = log_folder(config.log_dir, config.job, split_endpoint(config.endpoints[0])[1])
@@ -423,6 +426,7 @@ class Engine:
         founded = self.header.next_view == NO_VIEW
         known = (self.header.view_change, made.shell.machine.assigning if founded else self.view)
         self.ruling_view = ruling_view(self.header, [v for v in known if v is not None])
+        self.founders = self.ruling_view.ids() if founded and self.ruling_view is not None else ()
         return self.header
 
     def publish(self, header: Header, state: StateAccess) -> None:
@@ -949,6 +953,7 @@ class Engine:
         if self._moves is not None:
             self._moves.restart()
         self.view = self.ruling_view = None
+        self.founders = ()
         self._closed_under, self._unstepped = None, False
         self.header, self.role, self.out, self.leaving, self.resumed = GENESIS, "", False, False, False
 

@@ -30,6 +30,9 @@ class FakeEngine:
     name: str = "a"
     rank: int = 0
     role: str = "founder"
+    member_id: str = "a~1"
+    founders: tuple[str, ...] = ("a~1", "b~1")
+    out: bool = False
     view: View | None = field(default_factory=lambda: view(1, "a", "b"))
     header: Header = GENESIS
     events: EventLog = field(default_factory=lambda: EventLog(None))
@@ -40,6 +43,10 @@ class FakeEngine:
     @property
     def world_size(self) -> int:
         return len(self.view.members) if self.view else 1
+
+    @property
+    def ruling_view(self) -> View | None:
+        return self.view
 
     def leave(self, reason: str) -> None:
         self.left.append(reason)
@@ -109,7 +116,9 @@ def trainer(engine: FakeEngine | None, *callbacks: Callback, root: str, **option
     return made
 
 
-def fit(made: Trainer, batches: int = 6, *, validate: bool = False, model: Tiny | None = None) -> None:
+def fit(
+    made: Trainer, batches: int = 6, *, validate: bool = False, model: Tiny | None = None, ckpt: str | None = None
+) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*number of training batches.*smaller than the logging interval.*")
@@ -117,7 +126,7 @@ def fit(made: Trainer, batches: int = 6, *, validate: bool = False, model: Tiny 
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
         if not validate:
             made.limit_val_batches = 0
-        made.fit(model or Tiny(), loader(batches), loader(2))
+        made.fit(model or Tiny(), loader(batches), loader(2), ckpt_path=ckpt)
 
 
 def victim(
@@ -187,7 +196,7 @@ def job_member(name: str, port: int, root: str, plan: str, gate: str = "", epoch
     """Runs a real member of a real job with all callbacks, as a process of the test harness."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from chaos_lightning.callbacks import ChaosExit, FaultInjectorCallback, Goodput, LiveView
+    from chaos_lightning.callbacks import ChaosExit, FaultInjectorCallback, LiveView, UsefulTime
     from chaos_lightning.strategies import ChaosStrategy
 
     torch.set_num_threads(1)
@@ -210,7 +219,7 @@ def job_member(name: str, port: int, root: str, plan: str, gate: str = "", epoch
         callbacks=[
             FaultInjectorCallback(plan),
             ChaosExit(),
-            goodput := Goodput(),
+            useful := UsefulTime(),
             LiveView(),
             Gate(2, gate),
             ModelCheckpoint(
@@ -223,4 +232,4 @@ def job_member(name: str, port: int, root: str, plan: str, gate: str = "", epoch
     with warnings.catch_warnings(), contextlib.suppress(LeftJobError):
         warnings.simplefilter("ignore")
         made.fit(Tiny(), DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=8))
-    print(f"{name} ends at step {made.global_step}, goodput {goodput.meter.share:.3f}, {goodput.meter.lost_s}")
+    print(f"{name} ends at step {made.global_step}, useful share {useful.meter.share:.3f}, {useful.meter.lost_s}")

@@ -17,6 +17,7 @@ from strategy_members import Gates
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from chaos_lightning.callbacks import CheckpointOnChange
 from chaos_lightning.member.part_moves import PartMoves
 from chaos_lightning.membership.parts import REST
 from chaos_lightning.pipeline.absent import is_absent
@@ -203,6 +204,8 @@ def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], *
     data = DataLoader(digits(spec.get("samples", 96)), batch_size=spec.get("batch", 4), shuffle=False)
     if "saves" in spec:
         callbacks.append(ModelCheckpoint(spec["saves"], "{step}", every_n_train_steps=3, save_top_k=-1))
+    if "saves_changes" in spec:
+        callbacks.append(CheckpointOnChange(spec["saves_changes"], keep=0))
     if "saves_last" in spec:
         callbacks.append(Last(spec["saves_last"]))
     held_out = DataLoader(digits(spec.get("validation", 0), 9), batch_size=4)
@@ -212,7 +215,7 @@ def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], *
         max_epochs=spec.get("epochs", 2),
         callbacks=[rows, *callbacks],
         enable_progress_bar=False,
-        enable_checkpointing="saves" in spec,
+        enable_checkpointing="saves" in spec or "saves_changes" in spec,
         enable_model_summary=False,
         logger=False,
         log_every_n_steps=1,
@@ -246,9 +249,9 @@ def member(spec: dict[str, Any]) -> None:
         spec: name, port, out (folder of the report); min_nodes, micro_batches, device_memory, policy, model (arguments
             of `Tower`), samples, batch, epochs, precision, gates, dies (at a step, in the unit of this number, 1: as
             it runs out of memory), slows (from a step on each block takes so many times its pause_s), validation
-            (samples), saves (folder of checkpoints), saves_last (a checkpoint at the end), ckpt_path, paced_s (after
-            each step), dry_run, kind (a class of this module instead of `Tower`), rest_waits (path of a file without
-            which it pulls no rest of the state).
+            (samples), saves (folder of checkpoints), saves_changes (folder of those at changes of the members),
+            saves_last (a checkpoint at the end), ckpt_path, paced_s (after each step), dry_run, kind (a class of this
+            module instead of `Tower`), rest_waits (path of a file without which it pulls no rest of the state).
     """
     quiet()
     if "rest_waits" in spec:
