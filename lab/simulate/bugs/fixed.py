@@ -146,7 +146,7 @@ class ChangingScheduler(BriskScheduler):
 _UNCHECKED = hooks(machine=UncheckedMachine)
 
 _BUGS: dict[str, tuple[str, Callable[[int], Plan], type[Hooks]]] = {
-    "B1-order": ("a member numbers units by its own rule", changing_plan, hooks(node=OrderingNode)),
+    "B1-own-order": ("a member numbers units by its own rule", changing_plan, hooks(node=OrderingNode)),
     "B1-number": ("the more members, the more samples", changing_plan, hooks(node=GrowingNode)),
     "B2-left-out": ("a dead member's share is left out", rerun_plan, hooks(node=ShrinkingNode)),
     "B2-unchecked": (
@@ -163,8 +163,8 @@ _BUGS: dict[str, tuple[str, Callable[[int], Plan], type[Hooks]]] = {
     "B3-sums": ("a sum survives its attempt", rerun_plan, hooks(node=KeepingNode)),
     "B3-buffers": ("buffers survive an attempt", rerun_plan, hooks(node=RememberingNode)),
     "B3-late": ("a contribution that comes late counts", rerun_plan, hooks(machine=BelievingMachine)),
-    "B4-foreseen": ("an announced split rules before a header carries it", announced_plan, hooks(node=ForeseeingNode)),
-    "B4-own": ("a member divides by the speed that it measures", changing_plan, hooks(node=MeasuringNode)),
+    "B4-announced": ("an announced split rules before a header carries it", announced_plan, hooks(node=ForeseeingNode)),
+    "B4-own-split": ("a member divides by the speed that it measures", changing_plan, hooks(node=MeasuringNode)),
     "B4-restless": (
         "splits follow each other at once", changing_plan,
         hooks(scheduler=planted(BriskScheduler, sharing=RestlessSharing)),
