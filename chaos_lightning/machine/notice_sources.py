@@ -104,9 +104,9 @@ class Aws:
     def _new_token(self) -> str:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
         status, _, body = ask(self._base, "PUT", "/latest/api/token", headers, ANSWER_S)
-        if status != 200 or not body.isascii() or not body.isprintable():
+        if status != 200 or not body.isascii() or len(body.split()) != 1:
             raise NoAnswerError(f"PUT /latest/api/token was answered by {status} and no token; is this AWS's server?")
-        return body
+        return body.strip()
 
 
 class Gcp:
@@ -130,9 +130,7 @@ class Gcp:
         return Notice("gcp", "preemption by Google Cloud", taken_at) if self._seen_at else None
 
 
-def ask(
-    base: str, method: str, path: str, headers: Mapping[str, str], silent_s: float
-) -> tuple[int, Message, str]:
+def ask(base: str, method: str, path: str, headers: Mapping[str, str], silent_s: float) -> tuple[int, Message, str]:
     """Returns status, headers and body of an HTTP server's answer; raises NoAnswerError if there is none.
 
     Args:

@@ -14,7 +14,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import PurePath
 from typing import Any
@@ -170,7 +170,7 @@ def read_time(text: str) -> float:
 
 
 def read_deadline(text: str, began: float) -> float:
-    """Returns the Unix seconds of a time, or of a duration from `began` on; raises ValueError if the text is neither."""
+    """Returns the Unix seconds of a time, or of a duration from `began` on; raises ValueError for any other text."""
     return began + read_duration(text) if _DURATION.fullmatch(text) else read_time(text)
 
 
@@ -303,10 +303,11 @@ class Listener:
         self._answers, self._pause_s = True, self._every_s
         if notice is None and before is not None:
             news.append(f"the notice is withdrawn ({before.why}); this member stays")
-        elif notice is not None and (before is None or abs(before.taken_at - notice.taken_at) > MOVED_S):
-            if now < (at := self._leaves_at(notice, step_s)):
-                news.append(f"notice: {notice.words(now)}; this member leaves {duration(notice.taken_at - at)} before")
-        return self._verdict(now, step_s, news)
+        verdict = self._verdict(now, step_s, news)
+        if notice is None or verdict.leave or (before and abs(before.taken_at - notice.taken_at) <= MOVED_S):
+            return verdict
+        lead = duration(notice.taken_at - self._leaves_at(notice, step_s))
+        return replace(verdict, news=(*news, f"notice: {notice.words(now)}; this member leaves {lead} before"))
 
     def failed(self, why: str, now: float, step_s: float = 0.0) -> Verdict:
         """Takes that the source gave no answer (`why`): its last notice counts on, and it is asked less often."""

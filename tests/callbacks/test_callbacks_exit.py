@@ -129,9 +129,7 @@ def test_sigterm_with_a_grace_time_is_followed_as_a_notice(tmp_path: Path) -> No
     """SIGTERM comes two hours before the machine is taken: training goes on, here until a file appears."""
     engine, flag = FakeEngine(), tmp_path / "leave"
     terms = [At(1, lambda: signal.raise_signal(signal.SIGTERM)), At(30, flag.touch)]
-    made = trainer(
-        engine, ChaosExit(notice=f"sigterm:2h+file:{flag}"), *terms, root=str(tmp_path), max_epochs=-1
-    )
+    made = trainer(engine, ChaosExit(notice=f"sigterm:2h+file:{flag}"), *terms, root=str(tmp_path), max_epochs=-1)
     fit(made)
     assert settled(engine).left == [f"file {flag}"]
     assert made.global_step > 30

@@ -1,5 +1,5 @@
-"""Tests members of plain loops, as real processes, whose machines will be taken away: they leave before, say why, and no
-step is lost.
+"""Tests members of plain loops, as real processes, whose machines will be taken away: they leave before that, say why,
+and no step is lost.
 """
 
 from __future__ import annotations
@@ -93,12 +93,14 @@ def test_sigterm_with_a_grace_time_is_no_hurry(job: Job) -> None:
     job.start("a", epochs=ENDLESS, settings={"notice": f"sigterm:2h+file:{flag}"})
     job.harness.wait_step(3)
     job.harness.terminate("a")
-    told = job.harness.wait_for("notice", lambda r: "end of the grace time of SIGTERM, in 2 h" in r["text"], node="a")
+    told = job.harness.wait_for(
+        "notice", lambda r: "end of the grace time of SIGTERM, in 120 min" in r["text"], node="a"
+    )
     job.harness.wait_for("committed", lambda r: r["step"] > 50, node="a", after=told)
     flag.touch()
     assert job.harness.wait_for("notice_taken", node="a")["source"] == "file"
     job.finish("a")
-    assert "SIGTERM: capture_exit_event() is true in 1.97 h; once more ends at once" in (
+    assert "SIGTERM: capture_exit_event() is true in 118 min; once more ends at once" in (
         job.harness.children["a"].log.read_text()
     )
 

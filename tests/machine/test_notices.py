@@ -115,11 +115,11 @@ def test_awss_documents() -> None:
 )
 def test_nonsense_is_no_notice(body: str) -> None:
     """A page of a login portal, or of another server at that address, must not end a training."""
-    with pytest.raises(NoAnswerError, match="it answered .*; expected"):
+    with pytest.raises(NoAnswerError, match=r"it answered .*; expected"):
         notices.spot_notice(body)
-    with pytest.raises(NoAnswerError, match="it answered .*; expected"):
+    with pytest.raises(NoAnswerError, match=r"it answered .*; expected"):
         notices.rebalance_notice(body)
-    with pytest.raises(NoAnswerError, match="it answered .*; expected TRUE or FALSE"):
+    with pytest.raises(NoAnswerError, match=r"it answered .*; expected TRUE or FALSE"):
         notices.preempted(body)
 
 
@@ -176,7 +176,7 @@ def test_until_its_lead_the_member_trains_on_and_says_so_once() -> None:
     one = listener(every_s=30.0)
     first = one.answered(notice(3600), NOW)
     assert first == Verdict(
-        wait_s=30.0, news=("notice: spot notice of AWS (terminate), in 1 h; this member leaves 120 s before",)
+        wait_s=30.0, news=("notice: spot notice of AWS (terminate), in 60 min; this member leaves 2 min before",)
     )
     assert one.answered(notice(3600), NOW + 30) == Verdict(wait_s=30.0)
     assert one.answered(notice(3600), NOW + 3470).wait_s == 10.0, "no later than it is due"
@@ -230,7 +230,7 @@ def test_a_notice_counts_on_if_its_source_is_not_heard_any_more() -> None:
     lost = one.failed("timed out", NOW + 5)
     assert lost.news == ("notice=aws is not heard: timed out. It is asked again; its last notice counts on",)
     assert one.failed("timed out", NOW + 475).wait_s == 5.0
-    assert one.failed("timed out", NOW + 480).leave == "spot notice of AWS (terminate), in 120 s"
+    assert one.failed("timed out", NOW + 480).leave == "spot notice of AWS (terminate), in 2 min"
 
 
 # ------------------------------------------------------------------------------------------------ Slurm's queue
