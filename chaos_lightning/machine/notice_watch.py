@@ -3,7 +3,7 @@
 Theory of operation. Each source has a daemon thread, which asks it, tells the answer to a `Listener`, and does as that
 decides; so a server that hangs holds up nobody else. A signal that is a notice is followed in the thread that its
 handler starts. The first notice that is due counts: the event `notice_taken` and a line on the console say why, and the
-process is asked to leave, once. A notice that is due when the job is over here changes nothing.
+process is asked to leave, once. While the job is over here, a notice that is due changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from chaos_lightning.machine.notices import (
     NoAnswerError,
     Notice,
     NoticePlan,
-    Verdict,
     requeues_in_s,
 )
 from chaos_lightning.machine.units import duration
@@ -93,7 +92,7 @@ class NoticeWatch:
 
     def _follow(self, kind: str, every_s: float, look: Look) -> None:
         listener = Listener(kind, every_s, self._plan.lead_s)
-        while not self._closed.is_set():
+        while not (self.reason or self._closed.is_set()):
             try:
                 verdict = listener.answered(look(), time.time(), self._step_s())
             except (NoAnswerError, OSError) as error:
@@ -101,17 +100,17 @@ class NoticeWatch:
             for line in () if self._closed.is_set() else verdict.news:
                 self._events.emit("notice", text=line, waiting=False)
                 _log.warning("%s: %s", self._who, line)
-            if verdict.leave and listener.notice is not None:
-                self._take(listener.notice, verdict)
+            if listener.notice is not None and verdict.leave and not self._over():
+                self._take(listener.notice, verdict.leave)
                 return
-            self._closed.wait(verdict.wait_s)
+            self._closed.wait(verdict.wait_s or every_s)
 
-    def _take(self, notice: Notice, verdict: Verdict) -> None:
-        """Asks the process to leave, unless it was asked before or is through."""
+    def _take(self, notice: Notice, reason: str) -> None:
+        """Asks the process to leave, unless it was asked before."""
         with self._lock:
-            if self.reason or self._closed.is_set() or self._over():
+            if self.reason or self._closed.is_set():
                 return
-            self._taken, self.reason = notice, verdict.leave
+            self._taken, self.reason = notice, reason
         left = {"left_s": round(notice.taken_at - time.time(), 3)} if notice.taken_at else {}
         self._events.emit("notice_taken", source=notice.source, reason=self.reason, **left)
         _log.warning("%s leaves the job after the present step: %s", self._who, self.reason)

@@ -81,7 +81,7 @@ class NoticePlan:
     """Value of the setting `notice`.
 
     Attributes:
-        sources: Value of each source by its kind, in order; a file or a deadline is there once.
+        sources: Value of each source by its kind, in order.
         lead_s: Seconds before the machine is taken at which its members leave.
     """
 
@@ -142,7 +142,7 @@ class NoticePlan:
         if "file" in fixed:
             fixed["file"] = str(PurePath(folder, fixed["file"]))
         if self.lead_s != LEAD_S:
-            fixed["lead"] = f"{self.lead_s:.3f}s"
+            fixed["lead"] = f"{self.lead_s:f}s"
         return "+".join(f"{kind}:{value}" if value else kind for kind, value in fixed.items())
 
 

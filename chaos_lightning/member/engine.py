@@ -343,6 +343,8 @@ class Engine:
                 self._mail.pause(pause_s)
         made.accumulation.settle()
         self._tell_of_loss(made.shell.machine.assigning)
+        if self.noticed:  # while it was forgotten who this member was
+            self.leave(self.noticed)
         self._waiting.over(f"this member is rank {self.rank} of {self.world_size}")
         report = self._transfer.report
         self.events.emit(

@@ -139,15 +139,19 @@ def test_a_notice_between_the_last_step_and_the_end_costs_nothing(job: Job) -> N
 
 
 @pytest.mark.parametrize("over", [{"out": True}, {"header": replace(GENESIS, kind=Kind.CLOSING)}])
-def test_a_notice_after_the_end_changes_nothing(tmp_path: Path, over: dict[str, Any]) -> None:
+def test_a_notice_after_the_end_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: dict[str, Any]
+) -> None:
     (tmp_path / "leave").touch()
     engine = Engine(EngineConfig(name="a", notice=f"file:{tmp_path / 'leave'}", log_dir=str(tmp_path / "events")))
     try:
         for name, value in over.items():
             setattr(engine, name, value)
-        engine._notices.start()
-        for thread in [thread for thread in threading.enumerate() if thread.name == "chaos-notice-file"]:
-            thread.join(30.0)
+        with monkeypatch.context() as patch:
+            looks = threading.Semaphore(0)
+            patch.setattr(engine._notices, "_over", lambda: looks.release() or engine._is_over())
+            engine._notices.start()
+            assert looks.acquire(timeout=30.0)
         assert (engine.leaving, engine.noticed) == (False, "")
     finally:
         engine.close()

@@ -184,19 +184,17 @@ def test_sigterm_is_followed_until_its_grace_time_allows_no_more(start: Start) -
 
 
 def test_a_notice_behind_the_jobs_end_changes_nothing(start: Start, tmp_path: Path) -> None:
-    asked = threading.Event()
-
-    def over() -> bool:
-        asked.set()
-        return True
-
+    """A member that is out of its job is not asked to leave it; if it joins again, it is."""
+    asked: list[bool] = []
+    over = [True]
     (tmp_path / "leave").touch()
-    one = start(f"file:{tmp_path / 'leave'}", over=over)
-    assert asked.wait(DEADLINE_S)
-    until(lambda: not following(), "the end of the thread")
+    one = start(f"file:{tmp_path / 'leave'}", over=lambda: asked.append(True) or over[0])
+    until(lambda: len(asked) > 2, "several looks")
     assert one.left.empty()
     assert one.watch.reason == ""
     assert one.events("notice_taken") == []
+    over[0] = False
+    assert one.reason() == f"file {tmp_path / 'leave'}"
 
 
 def test_a_watch_that_is_closed_says_nothing_more(start: Start, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_times_with_and_without_a_zone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_for_workers_a_duration_is_a_time_and_a_path_is_absolute() -> None:
     plan = NoticePlan.read("deadline:8h+file:leave+aws+lead:5m")
     text = plan.absolute(NOW, "/job")
-    assert text == "deadline:@1900028800.000+file:/job/leave+aws+lead:300.000s"
+    assert text == "deadline:@1900028800.000+file:/job/leave+aws+lead:300.000000s"
     assert NoticePlan.read(text).absolute(NOW + 1000.0, "/elsewhere") == text
     assert absolute_notice("aws") == "aws"
     assert absolute_notice("") == ""
