@@ -32,6 +32,8 @@ from chaos_lightning.declared import (
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import DAY_NBYTES
 from chaos_lightning.machine.addresses import DEFAULT_PORT, read_ports, split_announced, split_endpoints
+from chaos_lightning.machine.notices import NoticePlan
+from chaos_lightning.machine.process_table import process_began
 from chaos_lightning.planning.batch import MEMBER, check_rule
 from chaos_lightning.planning.plans import DEFAULT_PLAN, absolute_plan, read_plan
 from chaos_lightning.planning.shards import POLICIES, wrong_policy
@@ -58,6 +60,11 @@ def absolute_path(text: str, words: tuple[str, ...] = ("",)) -> str:
 
 absolute_log_dir = partial(absolute_path, words=("", *LOG_DIRS))
 """Function that gives the same place of event logs for a process that may run in another folder."""
+
+
+def absolute_notice(text: str) -> str:
+    """Converts durations until a deadline to times, for a process that starts later, and paths to absolute ones."""
+    return NoticePlan.read(text).absolute(process_began(), os.getcwd())
 
 
 def _read_by(read: Callable[[str], object]) -> Check:
@@ -227,6 +234,16 @@ class EngineConfig:
         "newest: the kept state; checkpoint: the checkpoint, so that a job can go back on purpose.",
         check=one_of(("newest", "checkpoint")),
     )
+    notice: str = setting(
+        "",
+        "Sources of notices that this machine will be taken away, joined by +: aws, aws-rebalance, gcp, slurm, "
+        "sigterm:TIME, file:PATH, deadline:TIME. The member leaves 2 minutes before that, or as lead:TIME says. The "
+        "address of a metadata server may follow (aws:http://HOST:PORT); slurm:requeue has the Slurm job queued again; "
+        "sigterm:TIME is the time from SIGTERM to SIGKILL (docs/notices.md).",
+        check=_read_by(NoticePlan.read),
+        absolute=absolute_notice,
+        metavar="SOURCES",
+    )
 
     def __post_init__(self) -> None:
         _ = self.endpoints
@@ -255,6 +272,11 @@ class EngineConfig:
     def plan_spec(self) -> PlanSpec:
         """Plan that `plan` names; a file is read once, when the configuration is made."""
         return read_plan(self.plan, self.chunk_nbytes)
+
+    @cached_property
+    def notice_plan(self) -> NoticePlan:
+        """Sources of notices that `notice` names."""
+        return NoticePlan.read(self.notice)
 
     @classmethod
     def build(cls, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:

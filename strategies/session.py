@@ -40,6 +40,7 @@ from chaos_lightning.errors import (
     UnsupportedError,
 )
 from chaos_lightning.machine.signals import ExitSignals, Handler, aside, say
+from chaos_lightning.machine.units import duration
 from chaos_lightning.member import training
 from chaos_lightning.member.engine import OTHERS_SAVE, Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint
@@ -287,6 +288,8 @@ class FitSession:
         )
         if self._options.leave_on_signals and hooks.leave_on_signals:
             self._signals.install()
+        elif self.config.notice_plan.grace_s:
+            _log.warning("notice=%s: sigterm is not honoured, as leave_on_signals is off", self.config.notice)
         try:
             engine.join(
                 fingerprint={
@@ -657,9 +660,11 @@ class FitSession:
         """Handles signals: the first one makes this member leave the job; a second one aborts, or in an outer job's
         cluster prints what aborting would lose.
         """
-        say(f"{number.name}: leaving the job after the present step, or at once while waiting; {self.hooks.again}")
+        wait_s = self.config.notice_plan.waits_s(number.name)
+        when = f"in {duration(wait_s)}" if wait_s else "after the present step, or at once while waiting"
+        say(f"{number.name}: leaving the job {when}; {self.hooks.again}")
         self.asked = number
-        aside(lambda reason: self.engine.leave(reason), f"signal {number.name}")
+        aside(lambda name: self.engine.heed(name), number.name)
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)
 

@@ -228,7 +228,10 @@ class ChaosStrategy(ParallelStrategy):
 
     def _config(self) -> EngineConfig:
         warn_of_unknown()
-        return EngineConfig.build({**self._given, **self.options.for_engine()})
+        options = self.options.for_engine()
+        if self.outer is not None:
+            options["notice"] = options["notice"] or self.outer.cluster.notice or None
+        return EngineConfig.build({**self._given, **options})
 
     def _evaluate(self) -> None:
         """Gives this process a rank for validate, test or predict. Every process evaluates everything, but one alone

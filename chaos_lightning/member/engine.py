@@ -40,6 +40,7 @@ from chaos_lightning.errors import (
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import read_ports, split_endpoint
 from chaos_lightning.machine.fits import Fit
+from chaos_lightning.machine.notice_watch import NoticeWatch
 from chaos_lightning.machine.orphan import watch_parent
 from chaos_lightning.member.calls import users_line
 from chaos_lightning.member.choice import TransferChoice
@@ -167,6 +168,9 @@ class Engine:
             self._links,
             self._keys,
             self._control.send,
+        )
+        self._notices = NoticeWatch(
+            config.notice_plan, config.name, self.events, self.leave, self._is_over, self._usual_step_s
         )
         self._made: _Made | None = None
         self._moves: PartMoves | None = None
@@ -346,6 +350,8 @@ class Engine:
                 self._mail.pause(pause_s)
         made.accumulation.settle()
         self._tell_of_loss(made.shell.machine.assigning)
+        if self.noticed:  # while it was forgotten who this member was
+            self.leave(self.noticed)
         self._waiting.over(f"this member is rank {self.rank} of {self.world_size}")
         report = self._transfer.report
         self.events.emit(
@@ -396,6 +402,7 @@ class Engine:
         bind = listening_address(self.config)
         check_bind(bind, self._token)
         watch_parent()
+        self._notices.start()
         host_for_engine(self.config, given_up=lambda: self.leaving)
         shell.listen(bind, read_ports(self.config.port))
         self._loop.start()
@@ -791,6 +798,24 @@ class Engine:
                 self._loop.call(lambda: shell.feed(fx.LeaveRequested(reason)))
             self._mail.post(giving_up=not self.role)
 
+    def heed(self, signal_name: str) -> None:
+        """Leaves the job because of a signal: at once, or when the setting `notice` says so of this signal. It may wait
+        for that, and takes locks: to be called in a thread of its own.
+        """
+        if not self._notices.heed(signal_name):
+            self.leave(f"signal {signal_name}")
+
+    @property
+    def noticed(self) -> str:
+        """Notice because of which this member leaves, in words; "" if none is due."""
+        return self._notices.reason
+
+    def _is_over(self) -> bool:
+        return self.out or self.header.kind is Kind.CLOSING
+
+    def _usual_step_s(self) -> float:
+        return self._made.shell.heartbeat().step_time_s if self._made is not None else 0.0
+
     def may_go(self) -> bool:
         """Returns whether this leaving member, the only one in its view, was released or has lost its scheduler.
 
@@ -964,6 +989,10 @@ class Engine:
         self._closed = True
         if self._fit is not None and (self.role or self.leaving):  # one that was refused may be tried again
             self._fit.over()
+        self._notices.close(
+            last=self.view is not None and self.view.ids() == (self.member_id,),
+            finished=self.header.kind is Kind.CLOSING,
+        )
         self._control.close()
         self._keeping.close()
         if self._links.port:

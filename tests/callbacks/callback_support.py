@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from chaos_lightning.errors import LeftJobError
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.notices import NoticePlan
 from chaos_lightning.protocol.types import GENESIS, Header, Kind, Member, View, ViewId
 
 
@@ -37,7 +38,11 @@ class FakeEngine:
     header: Header = GENESIS
     events: EventLog = field(default_factory=lambda: EventLog(None))
     left: list[str] = field(default_factory=list)
-    config: Any = field(default_factory=lambda: SimpleNamespace(endpoint="127.0.0.1:1", token_file="", keys_dir=""))
+    config: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            endpoint="127.0.0.1:1", token_file="", keys_dir="", notice_plan=NoticePlan.read("")
+        )
+    )
     contributed: int = 0
 
     @property
@@ -50,6 +55,9 @@ class FakeEngine:
 
     def leave(self, reason: str) -> None:
         self.left.append(reason)
+
+    def heed(self, signal_name: str) -> None:
+        self.left.append(f"followed {signal_name}")
 
     def commit(self) -> None:
         self.header = replace(self.header, seq=self.header.seq + 1, step=self.header.step + 1, kind=Kind.STEP)

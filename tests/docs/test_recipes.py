@@ -293,6 +293,7 @@ def test_slurm_runs_the_batch_script(slurm: dict[str, str], terminals: Terminals
         return {r.node for r in terminals.harness.records if r.name == "joined"}
 
     terminals.harness.wait_until(lambda: len(joined()) == 2, "two tasks")
+    terminals.harness.wait_for("notice", lambda r: "end of Slurm job" in r["text"])
     more = block("docs/recipes/slurm.md", "sbatch --nodes=4").replace("--nodes=4", "--nodes=1 --ntasks=1")
     host = socket.gethostname().partition(".")[0]
     bash(more.replace("node17:29400", f"{host}:{port}"), folder, installed.environment(folder) | env)

@@ -175,6 +175,9 @@ class EngineDouble:
     def leave(self, reason: str) -> None:
         self.leaving = True
 
+    def heed(self, signal_name: str) -> None:
+        self.leave(f"signal {signal_name}")
+
     def may_go(self) -> bool:
         return True
 
