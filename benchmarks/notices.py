@@ -8,9 +8,9 @@ their formats (benchmarks/metadata.py); a file; a deadline. Sources are asked as
 notice gives is drawn: from the interval of looking and four steps to that and thirty.
 
 A notice counts if it leaves three steps of time when it is heard; then the member must be out, its process's part in
-the job closed, before its machine is taken. The two others must lose and repeat no step and see neither a death nor a
-recovery. Then all members get a notice at once: the last one keeps the state, the next start goes on from it, and the
-last step of any member must not be ahead of that.
+the job closed, before its machine is taken. The two others must lose and repeat no step and see no death. Then all
+members get a notice at once: the last one keeps the state, the next start goes on from it, and the last step of any
+member must not be ahead of that.
 """
 
 from __future__ import annotations
@@ -19,24 +19,20 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Options, Result, median, run
-from benchmarks.members import BATCH, model_and_adam, width_of
 from benchmarks.metadata import MetadataServer
+from benchmarks.noticed import member
 from benchmarks.workers import Worker, context, scheduler, scratch
 from benchmarks.world import World, lost_or_repeated
 from chaos_lightning.machine.notice_sources import EVERY_S
 from chaos_lightning.machine.notices import GOOGLES_GRACE_S
 
-STATE_MIB = 6.0
-PACE_S = 0.05
-"""Pause in each step, s, for heavier computing that leaves the processors to others."""
 STEPS = (4, 30)
 """Steps between which the time of a notice is drawn, beyond the interval of looking."""
 ENOUGH_STEPS = 3
@@ -46,54 +42,8 @@ LEAD = "lead:1s"
 """Lead of members whose end is known from the start; the default of two minutes would let none begin."""
 KINDS = ("sigterm", "slurm", "aws", "aws-rebalance", "gcp", "file", "deadline")
 HOSTS = 2
-TROUBLE = ("death", "prepare", "redo", "hand_on", "fenced")
+TROUBLE = ("death", "fenced")
 """Events of which none may come."""
-
-
-def member(pipe: Connection, endpoint: str, name: str, logs: str, notice: str, environment: Mapping[str, str]) -> None:
-    """Runs one member by a plain loop until its notice, or the order ("end", step), ends it.
-
-    Args:
-        pipe: Connection to the benchmark.
-        endpoint: Endpoint of the scheduler.
-        name: Name of the member.
-        logs: Folder of its event log, beside which the last member keeps the state.
-        notice: The setting.
-        environment: Additional variables.
-    """
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from chaos_lightning.trainer import Trainer, capture_exit_event
-
-    os.environ.update(environment)
-    model, optimizer = model_and_adam(STATE_MIB)
-    data = TensorDataset(torch.randn(64 * BATCH, width_of(model), generator=torch.Generator().manual_seed(1)))
-    settings: dict[str, Any] = {"join_timeout_s": 60.0, "step_timeout_s": 60.0, "on_last_exit": f"{logs}-kept"}
-    last = 0
-    with Trainer(
-        name=name, endpoint=endpoint, log_dir=logs, notice=notice, host_scheduler=False, **settings
-    ) as trainer:
-        batches = trainer.prepare(model, optimizer, DataLoader(data, BATCH), epochs=1_000_000)
-        pipe.send(("in", time.monotonic_ns(), trainer.engine.member_id))
-        for (x,) in batches:
-            optimizer.zero_grad()
-            trainer.backward(model(x).square().mean())
-            time.sleep(PACE_S)
-            if not trainer.update():
-                continue
-            header = trainer.engine.header
-            place = (header.seq, header.step, header.hash, header.contributors, trainer.rank, 0)
-            pipe.send(("step", time.monotonic_ns(), *place))
-            trainer.check_state_replication()
-            while pipe.poll():
-                last = pipe.recv()[1]
-            if last and header.step >= last:
-                break
-            if capture_exit_event():
-                trainer.request_node_exit()
-                break
-    pipe.send(("bye", time.monotonic_ns(), trainer.engine.noticed))
 
 
 @dataclass
@@ -118,7 +68,7 @@ class Machines:
     def __init__(self, endpoint: str, folder: Path, logs: str, rng: random.Random, server: MetadataServer) -> None:
         self.logs, self._folder, self._server, self._rng = logs, folder, server, rng
         self._told: dict[str, tuple[str, dict[str, str]]] = {}
-        ctx = context("benchmarks.notices", "chaos_lightning.trainer")
+        ctx = context("benchmarks.noticed", "chaos_lightning.trainer")
         self.world = World(lambda name: Worker(ctx, member, endpoint, name, logs, *self._told.get(name, ("", {}))), rng)
 
     def open(self, count: int, notice: str = "") -> list[str]:
@@ -252,10 +202,13 @@ def judge_logs(result: Result, logs: str, about: str) -> None:
     """Adds the deaths and recoveries that the event logs tell of, and the audit's violations."""
     from chaos_lightning.events.events import read_events
 
-    # A founding is told of as a recovery, too.
-    seen = [r for r in read_events(logs) if r.name in TROUBLE and "founded by" not in str(r.get("reason"))]
-    result.details[f"trouble, {about}"] = [f"{r.name} {r.get('reason') or r.get('evidence')}" for r in seen]
-    result.add(f"deaths and recoveries, {about}", len(seen), "count", 0)
+    told = list(read_events(logs))
+    trouble = [r for r in told if r.name in TROUBLE]
+    recoveries = {str(r["number"]): str(r["reason"]) for r in told if r.name == "prepare"}
+    result.details[f"trouble, {about}"] = [f"{r.name} {r.get('reason') or r.get('evidence')}" for r in trouble]
+    result.details[f"recoveries, {about}"] = recoveries
+    result.add(f"deaths and exclusions, {about}", len(trouble), "count", 0)
+    result.add(f"recoveries, {about}", len(recoveries), "count")
     result.audit(logs, f"audit of the event logs, violations, {about}", about)
 
 
