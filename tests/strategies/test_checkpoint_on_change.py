@@ -202,3 +202,14 @@ def test_stages_that_die_and_come_write_one_each(job: Job) -> None:
     check_equal(reports, *alone(**spec))
     assert written(job.out / "changes") == changes(job, "a")
     assert [count for _, count in written(job.out / "changes")][-2:] == [3, 4]
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_replays_asks_at_the_end_of_its_first_accumulation(job: Job) -> None:
+    """It comes in between two accumulations, while the others train: its first batch is not yet a step."""
+    from test_members_replay import three as start_three
+
+    start_three(job, "replay", **{**SPEC, "epochs": 40, "samples": 48}, trainer={"accumulate_grad_batches": 2})
+    same(job.finish("a", "b", "c"), lines=5)
+    assert any(r.name == "replayed" and r.node == "c" for r in job.harness.records)
+    check(job, [3])
