@@ -257,7 +257,7 @@ class StepLoader:
         self.stats = self._assigning.stats
         self.current: StepBatch | None = None
         self._wanted: _Numbers | Share = _Numbers()
-        """What this member asks for of each step."""
+        """Parts of each step that this member asks for."""
         self._resync = True
 
     def __iter__(self) -> Iterator[StepBatch]:

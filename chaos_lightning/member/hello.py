@@ -105,7 +105,7 @@ def _workers() -> int:
 
 
 class Asks(NamedTuple):
-    """What the member asks of a job beyond a batch of its own.
+    """Requests of a member to a job, beyond a batch of its own.
 
     Attributes:
         pipelines: Request for pipelines (`PipelineRequest.to_json`); "": it holds the whole state.

@@ -190,7 +190,7 @@ def divided(units: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """
     total = math.fsum(speeds)
     shares = [int(units * speed / total) for speed in speeds]
-    # What rounding left over goes, one by one, to whoever would have it done first.
+    # Units that rounding left over go, one by one, to the member that would end its next one first.
     queue = [((share + 1) / speed, rank) for rank, (share, speed) in enumerate(zip(shares, speeds, strict=True))]
     heapq.heapify(queue)
     for _ in range(units - sum(shares)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Any
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberPhase
@@ -157,7 +158,7 @@ class FixedNode(RerunNode[ShareRun]):
             self._times.append(run.took_s / samples)
         self._contribute(Kind.STEP, **self._result(run))
 
-    def _result(self, run: ShareRun) -> dict[str, object]:
+    def _result(self, run: ShareRun) -> dict[str, Any]:
         """Returns the fields of the contribution of a run whose pieces are all over."""
         step, share = run.step, run.share
         return {

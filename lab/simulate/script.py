@@ -142,7 +142,7 @@ class Script:
             self.nodes.append(NodeSpec(name=name, **values))  # type: ignore[arg-type]
         except TypeError as error:
             raise ConfigurationError(
-                f"node {words!r}: {error}; it may have host, quota, pace, neighbours, replay, fits and paces"
+                f"node {words!r}: {error}; it may have host, quota and pace, neighbours and replay, fits and paces"
             ) from error
         self.starts.append(start)
 
