@@ -142,13 +142,13 @@ class ChaosExit(Callback):
             if session is not None:
                 session.asked = number
             if (heed := self._heeds(number.name)) is not None:
-                aside(heed, number.name)
+                aside(lambda name: heed(name), number.name)
             else:
                 self._ask(f"signal {number.name}")
         elif number is not signal.SIGHUP:
             end_by(number)  # a file, a notice or the time has asked before
 
-    def _heeds(self, signal_name: str) -> Callable[[str], object] | None:
+    def _heeds(self, signal_name: str) -> Callable[[str], Any] | None:
         """Returns the method that follows this signal as a notice, here or in the engine; None if it is no notice."""
         engine = engine_of(self._trainer) if self._trainer is not None else None
         if self._watch is not None and self._plan.on_signal(signal_name, 0.0) is not None:
@@ -165,11 +165,11 @@ class ChaosExit(Callback):
             self._tell(self._trainer)
 
     def _tell(self, trainer: Trainer) -> None:
-        engine, cluster = engine_of(trainer), getattr(trainer.strategy, "fit", None)
+        engine, cluster = engine_of(trainer), getattr(trainer.strategy, "fit", None)  # of chaos_diloco
         if engine is not None:
             self._told = True
             aside(engine.leave, self.reason)
-        elif hasattr(cluster, "leave"):  # of chaos_diloco
+        elif cluster is not None and hasattr(cluster, "leave"):
             self._told = True
             aside(lambda reason: cluster.leave(), self.reason)
         elif not hasattr(trainer.strategy, "session"):

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from chaos_lightning.machine import notices
-from chaos_lightning.machine.notices import NoAnswerError, Notice, NoticePlan
+from chaos_lightning.machine.notices import MachineNotice, NoAnswerError, NoticePlan
 from chaos_lightning.machine.process_table import process_began
 
 METADATA = "http://169.254.169.254"
@@ -38,7 +38,7 @@ EVERY_S = {"aws": 5.0, "aws-rebalance": 5.0, "gcp": 1.0, "slurm": 30.0, "file": 
 _log = logging.getLogger("chaos_lightning")
 
 
-Look = Callable[[], Notice | None]
+Look = Callable[[], MachineNotice | None]
 """Returns a source's present notice; raises NoAnswerError or OSError if there is no answer that means anything."""
 
 
@@ -53,7 +53,7 @@ def looks_of(plan: NoticePlan, environ: Mapping[str, str] = os.environ) -> dict[
         elif kind == "file":
             found[kind] = partial(_look_for_file, value)
         elif kind == "deadline":
-            deadline = Notice("deadline", "deadline", notices.read_deadline(value, process_began()))
+            deadline = MachineNotice("deadline", "deadline", notices.read_deadline(value, process_began()))
             found[kind] = partial(as_it_is, deadline)
         elif kind == "slurm" and (job := environ.get("SLURM_JOB_ID")):
             found[kind] = SlurmEnd(job, environ.get("SLURM_JOB_END_TIME", "")).look
@@ -62,12 +62,12 @@ def looks_of(plan: NoticePlan, environ: Mapping[str, str] = os.environ) -> dict[
     return found
 
 
-def as_it_is(notice: Notice) -> Notice:
+def as_it_is(notice: MachineNotice) -> MachineNotice:
     """Returns a notice that does not change; a `Look` of it is made by `partial`."""
     return notice
 
 
-def _look_for_file(path: str) -> Notice | None:
+def _look_for_file(path: str) -> MachineNotice | None:
     with contextlib.suppress(FileNotFoundError), Path(path).open("rb") as file:
         return notices.file_notice(path, file.read(64).decode("utf-8", "replace"))
     return None
@@ -82,7 +82,7 @@ class Aws:
     def __init__(self, base: str, *, rebalances: bool) -> None:
         self._base, self._rebalances, self._token = base, rebalances, ""
 
-    def look(self) -> Notice | None:
+    def look(self) -> MachineNotice | None:
         if (spot := self._get("spot/instance-action")) is not None:
             return notices.spot_notice(spot)
         advice = self._get("events/recommendations/rebalance") if self._rebalances else None
@@ -115,7 +115,7 @@ class Gcp:
     def __init__(self, base: str) -> None:
         self._base, self._etag, self._seen_at = base, "", 0.0
 
-    def look(self) -> Notice | None:
+    def look(self) -> MachineNotice | None:
         path, limit_s = "/computeMetadata/v1/instance/preempted", ANSWER_S
         if self._etag and not self._seen_at:
             path += f"?wait_for_change=true&timeout_sec={HANGS_S:.0f}&last_etag={self._etag}"
@@ -127,7 +127,7 @@ class Gcp:
         self._seen_at = (self._seen_at or time.time()) if notices.preempted(body) else 0.0
         self._etag = headers.get("ETag", "")
         taken_at = self._seen_at + notices.GOOGLES_GRACE_S
-        return Notice("gcp", "preemption by Google Cloud", taken_at) if self._seen_at else None
+        return MachineNotice("gcp", "preemption by Google Cloud", taken_at) if self._seen_at else None
 
 
 def ask(base: str, method: str, path: str, headers: Mapping[str, str], silent_s: float) -> tuple[int, Message, str]:
@@ -165,7 +165,7 @@ class SlurmEnd:
     def __init__(self, job: str, end: str) -> None:
         self._job, self._end = job, end
 
-    def look(self) -> Notice | None:
+    def look(self) -> MachineNotice | None:
         try:
             said = slurm("squeue", "--noheader", f"--jobs={self._job}", "--format=%e")
         except NoAnswerError:

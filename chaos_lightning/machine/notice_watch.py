@@ -20,8 +20,8 @@ from chaos_lightning.machine.notice_sources import EVERY_S, Look, as_it_is, look
 from chaos_lightning.machine.notices import (
     LONGEST_PAUSE_S,
     Listener,
+    MachineNotice,
     NoAnswerError,
-    Notice,
     NoticePlan,
     requeues_in_s,
 )
@@ -57,7 +57,7 @@ class NoticeWatch:
         self._plan, self._who, self._events = plan, who, events
         self._leave, self._over, self._step_s = leave, over, step_s
         self.reason = ""
-        self._taken: Notice | None = None
+        self._taken: MachineNotice | None = None
         self._lock, self._closed = threading.Lock(), threading.Event()
 
     def start(self) -> None:
@@ -105,7 +105,7 @@ class NoticeWatch:
                 return
             self._closed.wait(verdict.wait_s or every_s)
 
-    def _take(self, notice: Notice, reason: str) -> None:
+    def _take(self, notice: MachineNotice, reason: str) -> None:
         """Asks the process to leave, unless it was asked before."""
         with self._lock:
             if self.reason or self._closed.is_set():

@@ -52,7 +52,7 @@ class NoAnswerError(ChaosError):
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class MachineNotice:
     """News that this machine will be taken away.
 
     Attributes:
@@ -119,11 +119,11 @@ class NoticePlan:
         """Seconds from SIGTERM to the end of the machine; 0: unknown, so SIGTERM is no notice."""
         return read_duration(self.sources["sigterm"]) if "sigterm" in self.sources else 0.0
 
-    def on_signal(self, signal_name: str, now: float) -> Notice | None:
+    def on_signal(self, signal_name: str, now: float) -> MachineNotice | None:
         """Returns the notice that a signal is; None if it is none, and asks to leave at once."""
         if signal_name != "SIGTERM" or not self.grace_s:
             return None
-        return Notice("sigterm", "end of the grace time of SIGTERM", now + self.grace_s)
+        return MachineNotice("sigterm", "end of the grace time of SIGTERM", now + self.grace_s)
 
     def waits_s(self, signal_name: str) -> float:
         """Returns the seconds for which training goes on after a signal; 0: the member leaves at once."""
@@ -204,21 +204,21 @@ _KINDS: Mapping[str, tuple[str, Callable[[str], object]]] = {
 # ------------------------------------------------------------------------------------------------ answers
 
 
-def spot_notice(body: str) -> Notice:
+def spot_notice(body: str) -> MachineNotice:
     """Reads AWS's `spot/instance-action`; raises NoAnswerError if it is no such document."""
     found = _json_object(body, "action", '{"action": "terminate", "time": "2030-01-31T18:00:00Z"}')
     taken_at = 0.0  # the action is certain even if its time is not: so it may be now
     with contextlib.suppress(ValueError):
         taken_at = read_time(str(found.get("time")))
-    return Notice("aws", f"spot notice of AWS ({found['action'][:_SHOWN]})", taken_at)
+    return MachineNotice("aws", f"spot notice of AWS ({found['action'][:_SHOWN]})", taken_at)
 
 
-def rebalance_notice(body: str) -> Notice:
+def rebalance_notice(body: str) -> MachineNotice:
     """Reads AWS's `events/recommendations/rebalance`, which names no end; raises NoAnswerError if it is no such
     document.
     """
     _json_object(body, "noticeTime", '{"noticeTime": "2030-01-31T18:00:00Z"}')
-    return Notice("aws-rebalance", "rebalance recommendation of AWS")
+    return MachineNotice("aws-rebalance", "rebalance recommendation of AWS")
 
 
 def preempted(body: str) -> bool:
@@ -228,24 +228,24 @@ def preempted(body: str) -> bool:
     return word == "TRUE"
 
 
-def slurm_end(text: str, job: str) -> Notice | None:
+def slurm_end(text: str, job: str) -> MachineNotice | None:
     """Reads the end of a job as `squeue --format=%e` prints it; None: it has none; raises NoAnswerError if it is no
     time.
     """
     if (word := text.strip()) in ("N/A", "NONE", "Unknown", "UNLIMITED"):
         return None
     try:
-        return Notice("slurm", f"end of Slurm job {job}", read_time(word))
+        return MachineNotice("slurm", f"end of Slurm job {job}", read_time(word))
     except ValueError as error:
         raise NoAnswerError(f"squeue printed {word[:_SHOWN]!r}; expected a time or N/A") from error
 
 
-def file_notice(path: str, text: str) -> Notice:
+def file_notice(path: str, text: str) -> MachineNotice:
     """Reads a file that is a notice by being there; it may hold the time at which the machine is taken."""
     taken_at = 0.0
     with contextlib.suppress(ValueError):
         taken_at = read_time(text.strip())
-    return Notice("file", f"file {path}", taken_at)
+    return MachineNotice("file", f"file {path}", taken_at)
 
 
 def _json_object(body: str, field: str, expected: str) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def _json_object(body: str, field: str, expected: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class NoticeVerdict:
     """Decision of a `Listener`.
 
     Attributes:
@@ -287,10 +287,10 @@ class Listener:
 
     def __init__(self, source: str, every_s: float, lead_s: float) -> None:
         self._source, self._every_s, self._lead_s = source, every_s, lead_s
-        self.notice: Notice | None = None
+        self.notice: MachineNotice | None = None
         self._pause_s, self._answers = every_s, True
 
-    def answered(self, notice: Notice | None, now: float, step_s: float = 0.0) -> Verdict:
+    def answered(self, notice: MachineNotice | None, now: float, step_s: float = 0.0) -> NoticeVerdict:
         """Takes the source's answer.
 
         Args:
@@ -309,7 +309,7 @@ class Listener:
         lead = duration(notice.taken_at - self._leaves_at(notice, step_s))
         return replace(verdict, news=(*news, f"notice: {notice.words(now)}; this member leaves {lead} before"))
 
-    def failed(self, why: str, now: float, step_s: float = 0.0) -> Verdict:
+    def failed(self, why: str, now: float, step_s: float = 0.0) -> NoticeVerdict:
         """Takes that the source gave no answer (`why`): its last notice counts on, and it is asked less often."""
         news = []
         if self._answers:
@@ -320,19 +320,19 @@ class Listener:
         self._pause_s = min(2.0 * self._pause_s, LONGEST_PAUSE_S)
         return verdict
 
-    def _leaves_at(self, notice: Notice, step_s: float) -> float:
+    def _leaves_at(self, notice: MachineNotice, step_s: float) -> float:
         """Returns the time to leave, Unix seconds; 0 is at once."""
         return notice.taken_at - max(self._lead_s, LEAD_STEPS * step_s) if notice.taken_at else 0.0
 
-    def _verdict(self, now: float, step_s: float, news: list[str]) -> Verdict:
+    def _verdict(self, now: float, step_s: float, news: list[str]) -> NoticeVerdict:
         left_s = self._leaves_at(self.notice, step_s) - now if self.notice is not None else LONGEST_PAUSE_S
         if self.notice is not None and left_s <= 0:
-            return Verdict(leave=self.notice.words(now), news=tuple(news))
-        return Verdict(wait_s=min(self._pause_s, left_s), news=tuple(news))
+            return NoticeVerdict(leave=self.notice.words(now), news=tuple(news))
+        return NoticeVerdict(wait_s=min(self._pause_s, left_s), news=tuple(news))
 
 
 def requeues_in_s(
-    plan: NoticePlan, taken: Notice | None, now: float, environ: Mapping[str, str], *, last: bool
+    plan: NoticePlan, taken: MachineNotice | None, now: float, environ: Mapping[str, str], *, last: bool
 ) -> float | None:
     """Decides when this process, which has left, has its Slurm job queued again; None: it does not.
 

@@ -167,7 +167,12 @@ class Engine:
             self._control.send,
         )
         self._notices = NoticeWatch(
-            config.notice_plan, config.name, self.events, self.leave, self._is_over, self._usual_step_s
+            config.notice_plan,
+            config.name,
+            self.events,
+            self.leave,
+            over=lambda: self.out or self.header.kind is Kind.CLOSING,
+            step_s=lambda: self._made.shell.heartbeat().step_time_s if self._made is not None else 0.0,
         )
         self._made: _Made | None = None
         self._moves: PartMoves | None = None
@@ -789,12 +794,6 @@ class Engine:
     def noticed(self) -> str:
         """Notice because of which this member leaves, in words; "" if none is due."""
         return self._notices.reason
-
-    def _is_over(self) -> bool:
-        return self.out or self.header.kind is Kind.CLOSING
-
-    def _usual_step_s(self) -> float:
-        return self._made.shell.heartbeat().step_time_s if self._made is not None else 0.0
 
     def may_go(self) -> bool:
         """Returns whether this leaving member, the only one in its view, was released or has lost its scheduler.

@@ -149,7 +149,8 @@ def test_a_notice_after_the_end_changes_nothing(
             setattr(engine, name, value)
         with monkeypatch.context() as patch:
             looks = threading.Semaphore(0)
-            patch.setattr(engine._notices, "_over", lambda: looks.release() or engine._is_over())
+            over_now = engine._notices._over
+            patch.setattr(engine._notices, "_over", lambda: looks.release() or over_now())
             engine._notices.start()
             assert looks.acquire(timeout=30.0)
         assert (engine.leaving, engine.noticed) == (False, "")

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.metadata import PREEMPTED, REBALANCE, SPOT, MetadataServer
 from chaos_lightning.machine import notice_sources
 from chaos_lightning.machine.notice_sources import Look, looks_of
-from chaos_lightning.machine.notices import GOOGLES_GRACE_S, NoAnswerError, Notice, NoticePlan
+from chaos_lightning.machine.notices import GOOGLES_GRACE_S, MachineNotice, NoAnswerError, NoticePlan
 from chaos_lightning.machine.process_table import process_began
 
 TOKEN = "/latest/api/token"
@@ -40,7 +40,7 @@ def test_aws_is_asked_with_one_token_until_there_is_a_notice(server: MetadataSer
     look = look_of(f"aws:{server.base}")
     assert [look(), look()] == [None, None]
     server.set(spot=TERMINATE)
-    assert look() == Notice("aws", "spot notice of AWS (terminate)", END)
+    assert look() == MachineNotice("aws", "spot notice of AWS (terminate)", END)
     assert server.asked == [("PUT", TOKEN), *[("GET", SPOT)] * 3]
     server.set(spot=None)
     assert look() is None, "it was withdrawn"
@@ -60,7 +60,7 @@ def test_a_recommendation_to_rebalance_counts_if_it_is_wanted(server: MetadataSe
     server.set(rebalance={"noticeTime": "2030-03-17T17:46:40Z"})
     assert alone() is None
     assert ("GET", REBALANCE) not in server.asked
-    assert both() == Notice("aws-rebalance", "rebalance recommendation of AWS")
+    assert both() == MachineNotice("aws-rebalance", "rebalance recommendation of AWS")
     server.set(spot=TERMINATE)
     found = both()
     assert found is not None
@@ -190,7 +190,7 @@ def test_the_end_of_a_slurm_job_is_asked_of_squeue(tmp_path: Path, monkeypatch: 
 def test_until_squeue_answers_the_environments_end_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands(tmp_path, monkeypatch, squeue="echo slurm_load_jobs error: Unable to contact slurm controller >&2; exit 1")
     look = look_of("slurm", SLURM_JOB_ID="42", SLURM_JOB_END_TIME="1900000000")
-    assert look() == Notice("slurm", "end of Slurm job 42", END)
+    assert look() == MachineNotice("slurm", "end of Slurm job 42", END)
     with pytest.raises(NoAnswerError, match=r"squeue failed \(slurm_load_jobs error: Unable to contact"):
         look_of("slurm", SLURM_JOB_ID="42")()
     commands(tmp_path, monkeypatch, squeue="echo N/A")
@@ -220,9 +220,9 @@ def test_a_file_is_a_notice_as_long_as_it_is_there(tmp_path: Path) -> None:
     look = look_of(f"file:{path}")
     assert look() is None
     path.touch()
-    assert look() == Notice("file", f"file {path}")
+    assert look() == MachineNotice("file", f"file {path}")
     path.write_text("@1900000000")
-    assert look() == Notice("file", f"file {path}", END)
+    assert look() == MachineNotice("file", f"file {path}", END)
     path.unlink()
     assert look() is None
 

@@ -9,7 +9,15 @@ import pytest
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine import notices
-from chaos_lightning.machine.notices import LEAD_S, REQUEUE_S, Listener, NoAnswerError, Notice, NoticePlan, Verdict
+from chaos_lightning.machine.notices import (
+    LEAD_S,
+    REQUEUE_S,
+    Listener,
+    MachineNotice,
+    NoAnswerError,
+    NoticePlan,
+    NoticeVerdict,
+)
 from chaos_lightning.settings import EngineConfig, absolute_notice
 
 NOW = 1_900_000_000.0
@@ -89,7 +97,7 @@ def test_for_workers_a_duration_is_a_time_and_a_path_is_absolute() -> None:
 
 def test_sigterm_with_a_grace_time_is_a_notice_and_other_signals_are_none() -> None:
     plan = NoticePlan.read("sigterm:10m+lead:1m")
-    assert plan.on_signal("SIGTERM", NOW) == Notice("sigterm", "end of the grace time of SIGTERM", NOW + 600.0)
+    assert plan.on_signal("SIGTERM", NOW) == MachineNotice("sigterm", "end of the grace time of SIGTERM", NOW + 600.0)
     assert plan.on_signal("SIGINT", NOW) is None
     assert [plan.waits_s(name) for name in ("SIGTERM", "SIGINT")] == [540.0, 0.0]
     short = NoticePlan.read("sigterm:30s")
@@ -103,11 +111,11 @@ def test_sigterm_with_a_grace_time_is_a_notice_and_other_signals_are_none() -> N
 
 def test_awss_documents() -> None:
     body = '{"action": "terminate", "time": "2030-03-17T17:46:40Z"}'
-    assert notices.spot_notice(body) == Notice("aws", "spot notice of AWS (terminate)", NOW)
+    assert notices.spot_notice(body) == MachineNotice("aws", "spot notice of AWS (terminate)", NOW)
     assert notices.spot_notice('{"action": "hibernate"}').taken_at == 0.0
     assert notices.spot_notice('{"action": "stop", "time": "later"}').taken_at == 0.0
     rebalance = notices.rebalance_notice('{"noticeTime": "2030-03-17T17:46:40Z"}')
-    assert rebalance == Notice("aws-rebalance", "rebalance recommendation of AWS")
+    assert rebalance == MachineNotice("aws-rebalance", "rebalance recommendation of AWS")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,7 @@ def test_slurms_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     try:
-        assert notices.slurm_end("2030-03-17T17:46:40\n", "7") == Notice("slurm", "end of Slurm job 7", NOW)
+        assert notices.slurm_end("2030-03-17T17:46:40\n", "7") == MachineNotice("slurm", "end of Slurm job 7", NOW)
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -142,7 +150,7 @@ def test_slurms_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_may_hold_a_time() -> None:
-    assert notices.file_notice("/run/leave", "") == Notice("file", "file /run/leave")
+    assert notices.file_notice("/run/leave", "") == MachineNotice("file", "file /run/leave")
     assert notices.file_notice("/run/leave", "2030-03-17T17:46:40Z\n").taken_at == NOW
     assert notices.file_notice("/run/leave", "now, please").taken_at == 0.0
 
@@ -154,18 +162,18 @@ def listener(lead_s: float = 120.0, every_s: float = 5.0) -> Listener:
     return Listener("aws", every_s, lead_s)
 
 
-def notice(in_s: float) -> Notice:
-    return Notice("aws", "spot notice of AWS (terminate)", NOW + in_s)
+def notice(in_s: float) -> MachineNotice:
+    return MachineNotice("aws", "spot notice of AWS (terminate)", NOW + in_s)
 
 
 def test_a_notice_two_minutes_ahead_is_a_leave_at_once() -> None:
     one = listener()
-    assert one.answered(None, NOW - 5) == Verdict(wait_s=5.0)
-    assert one.answered(notice(118), NOW) == Verdict(leave="spot notice of AWS (terminate), in 118 s")
+    assert one.answered(None, NOW - 5) == NoticeVerdict(wait_s=5.0)
+    assert one.answered(notice(118), NOW) == NoticeVerdict(leave="spot notice of AWS (terminate), in 118 s")
 
 
 def test_one_of_unknown_time_is_a_leave_at_once() -> None:
-    assert listener().answered(Notice("file", "file /run/leave"), NOW).leave == "file /run/leave"
+    assert listener().answered(MachineNotice("file", "file /run/leave"), NOW).leave == "file /run/leave"
 
 
 def test_a_late_one_is_a_leave_at_once_and_says_so() -> None:
@@ -175,10 +183,10 @@ def test_a_late_one_is_a_leave_at_once_and_says_so() -> None:
 def test_until_its_lead_the_member_trains_on_and_says_so_once() -> None:
     one = listener(every_s=30.0)
     first = one.answered(notice(3600), NOW)
-    assert first == Verdict(
+    assert first == NoticeVerdict(
         wait_s=30.0, news=("notice: spot notice of AWS (terminate), in 60 min; this member leaves 2 min before",)
     )
-    assert one.answered(notice(3600), NOW + 30) == Verdict(wait_s=30.0)
+    assert one.answered(notice(3600), NOW + 30) == NoticeVerdict(wait_s=30.0)
     assert one.answered(notice(3600), NOW + 3470).wait_s == 10.0, "no later than it is due"
     assert one.answered(notice(3600), NOW + 3480).leave
 
@@ -197,7 +205,7 @@ def test_a_notice_that_is_withdrawn_is_forgotten() -> None:
     one = listener()
     one.answered(notice(600), NOW)
     gone = one.answered(None, NOW + 5)
-    assert gone == Verdict(
+    assert gone == NoticeVerdict(
         wait_s=5.0, news=("the notice is withdrawn (spot notice of AWS (terminate)); this member stays",)
     )
     assert not one.answered(None, NOW + 600).leave
@@ -220,7 +228,7 @@ def test_a_source_that_fails_is_told_once_asked_less_often_and_heard_again() -> 
     pauses = [first.wait_s, *(one.failed("no route", NOW).wait_s for _ in range(5))]
     assert pauses == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
     assert one.failed("no route", NOW).news == ()
-    assert one.answered(None, NOW) == Verdict(wait_s=5.0, news=("notice=aws is heard again",))
+    assert one.answered(None, NOW) == NoticeVerdict(wait_s=5.0, news=("notice=aws is heard again",))
     assert one.failed("no route", NOW).news != ()
 
 
@@ -251,7 +259,7 @@ def test_a_notice_counts_on_if_its_source_is_not_heard_any_more() -> None:
 def test_who_has_the_job_queued_again_and_when(
     text: str, source: str, last: bool, environ: dict[str, str], seconds: float | None
 ) -> None:
-    taken = Notice(source, "end of Slurm job 7", NOW + 120.0) if source else None
+    taken = MachineNotice(source, "end of Slurm job 7", NOW + 120.0) if source else None
     assert notices.requeues_in_s(NoticePlan.read(text), taken, NOW, environ, last=last) == seconds
 
 
