@@ -31,6 +31,7 @@ from dataclasses import fields, replace
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.spreading import Spread
+from chaos_lightning.planning.batch import read_rule
 from chaos_lightning.protocol.types import PlanSpec, Settings
 from lab.simulate.plan import Fault, NodeSpec, Plan
 from lab.simulate.training import Program
@@ -173,6 +174,7 @@ def _number(kind: type[Settings] | type[Program], name: str, value: str) -> dict
     if isinstance(default, float):
         return {name: float(value)}
     if name == "batch":
+        read_rule(value)
         return {name: value}
     raise ConfigurationError(f"{kind.__name__} has no number called {name!r}")
 
