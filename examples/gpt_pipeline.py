@@ -85,7 +85,10 @@ def main(argv: list[str] | None = None) -> None:
         min_nodes=args.min_nodes,
         dry_run=args.dry_run,
     )
-    saving = [ModelCheckpoint(args.checkpoints, "{step}", every_n_train_steps=10)] if args.checkpoints else []
+    # ckpt_path="last" finds only files that are called last.ckpt, which save_last=True writes.
+    folder, saving = args.checkpoints, []
+    if folder:
+        saving.append(ModelCheckpoint(folder, "{step}", every_n_train_steps=10, save_last=True))
     trainer = L.Trainer(
         strategy="auto" if args.plain else strategy,  # stages
         accumulate_grad_batches=args.micro_batches if args.plain else 1,

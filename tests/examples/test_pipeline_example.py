@@ -141,6 +141,7 @@ def test_a_loss_under_the_policy_restart_ends_all_and_run_starts_them_from_the_c
     os.kill(started.pid(2), signal.SIGKILL)
     (said,) = started.ends()
     assert said.count("ended (exit code 79); it is started again") == 2
-    assert "the newest checkpoint, " in said
-    assert re.search(r"Restoring states from the checkpoint path at .*files/step=10", said)
+    assert "the newest checkpoint is " in said
+    assert re.search(r"Restoring states from the checkpoint path at .*files/last", said)
+    assert said.count("step 10: loss") == 1
     assert "step 40: loss" in said
