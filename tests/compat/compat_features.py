@@ -557,11 +557,10 @@ def member(folder: str, ports: Mapping[int, int], table: str, index: int, world:
     _quiet()
     for number in ports:
         feature = importlib.import_module(table).FEATURES[number]
+        step_timeout_s = ENDING_DEADLINE_S if feature.ends else ROW_DEADLINE_S
         strategy = ChaosStrategy(
             endpoint=f"127.0.0.1:{ports[number]}", job=f"row-{number}", name=f"m{index}", min_nodes=world,
-            data=feature.data, options={
-                "join_timeout_s": ROW_DEADLINE_S, "step_timeout_s": ENDING_DEADLINE_S if feature.ends else ROW_DEADLINE_S
-            },
+            data=feature.data, options={"join_timeout_s": ROW_DEADLINE_S, "step_timeout_s": step_timeout_s},
         )  # fmt: skip
         out = Path(folder, f"members-{world}-{number}", str(index))
         _report(out, feature, lambda f, s=strategy, o=out: trained(f, s, Place(index, world), o))

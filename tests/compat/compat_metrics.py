@@ -362,8 +362,8 @@ def described(found: Sequence[base.Row]) -> str:
     out = [
         "Values of torchmetrics on every member of two and of three, against one process with Lightning's strategy and "
         f"with `chaos`, and against `ddp` with two ranks: the largest difference, which must be below "
-        f"{base.TOLERANCE:g}. Members whose calls differ from the others' are put out by an error that names the metric; "
-        "the others wait for them if fewer than `min_nodes` are left.",
+        f"{base.TOLERANCE:g}. Members whose calls differ from the others' are put out by an error that names the "
+        "metric; the others wait for them if fewer than `min_nodes` are left.",
         "", "| place of the metric | two members | three members |", "|---|---|---|",
     ]  # fmt: skip
     for feature in FEATURES:
