@@ -1,4 +1,5 @@
-"""ChaosExit: makes a member leave its job politely on a signal, when a file appears, or when its time is up.
+"""ChaosExit: makes a member leave its job politely on a signal, when a file appears, when its time is up, or when
+its machine will be taken away.
 
 Theory of operation. The first exit event asks the engine to leave: the member finishes the step it is in, the next
 header lets it go, and `fit` raises `LeftJobError`, which ends the script; the others go on without a pause. A second
@@ -30,8 +31,13 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from chaos_lightning.callbacks.member import engine_of
+from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.notice_watch import NoticeWatch
+from chaos_lightning.machine.notices import NoticePlan
 from chaos_lightning.machine.signals import ExitSignals, aside, end_by
+from chaos_lightning.settings import EngineConfig
 
 log = logging.getLogger("chaos_lightning.callbacks")
 
@@ -44,6 +50,7 @@ class ChaosExit(Callback):
         flag_file: File that is an exit event once it exists; looked for after each batch.
         after_s: Seconds of training after which it leaves; 0: never. (A time limit of the machine, say.)
         debounce_s: Seconds within which repeats of a signal are the same wish.
+        notice: Sources of notices, beside those that the strategy's own setting `notice` names (docs/notices.md).
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class ChaosExit(Callback):
         flag_file: str = "",
         after_s: float = 0.0,
         debounce_s: float = 1.0,
+        notice: str = "",
     ) -> None:
         unknown = [name for name in signals if not hasattr(signal.Signals, name)]
         if unknown:
@@ -67,6 +75,9 @@ class ChaosExit(Callback):
         self.flag_file = flag_file
         self.after_s = after_s
         self.debounce_s = debounce_s
+        declared(EngineConfig)["notice"].demand(notice, "ChaosExit: notice")
+        self._plan = NoticePlan.read(notice)
+        self._watch: NoticeWatch | None = None
         self.reason = ""
         """Reason why this member leaves; empty while it stays."""
         self._clock: Callable[[], float] = time.monotonic
@@ -90,6 +101,10 @@ class ChaosExit(Callback):
                 clock=lambda: self._clock(),
             )
             self._signals.install()
+            engine = engine_of(trainer)
+            who, events = (engine.name, engine.events) if engine is not None else ("this process", EventLog(None))
+            self._watch = NoticeWatch(self._plan, who, events, self._leave)
+            self._watch.start()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -118,27 +133,45 @@ class ChaosExit(Callback):
         if self._signals is not None:
             self._signals.restore()
             self._signals = None
+        if self._watch is not None:
+            self._watch.close()
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
         if not self.reason:
             session = getattr(self._trainer.strategy, "session", None) if self._trainer is not None else None
             if session is not None:
                 session.asked = number
-            self._ask(f"signal {number.name}")
+            if (heed := self._heeds(number.name)) is not None:
+                aside(lambda name: heed(name), number.name)
+            else:
+                self._ask(f"signal {number.name}")
         elif number is not signal.SIGHUP:
-            end_by(number)  # a file or the time has asked before
+            end_by(number)  # a file, a notice or the time has asked before
+
+    def _heeds(self, signal_name: str) -> Callable[[str], Any] | None:
+        """Returns the method that follows this signal as a notice, here or in the engine; None if it is no notice."""
+        engine = engine_of(self._trainer) if self._trainer is not None else None
+        if self._watch is not None and self._plan.on_signal(signal_name, 0.0) is not None:
+            return self._watch.heed
+        return engine.heed if engine is not None and engine.config.notice_plan.on_signal(signal_name, 0.0) else None
 
     def _ask(self, reason: str) -> None:
-        self.reason = reason
         log.warning("leaving after the present step (%s); a second signal ends this process at once", reason)
+        self._leave(reason)
+
+    def _leave(self, reason: str) -> None:
+        self.reason = reason
         if self._trainer is not None:
             self._tell(self._trainer)
 
     def _tell(self, trainer: Trainer) -> None:
-        engine = engine_of(trainer)
+        engine, cluster = engine_of(trainer), getattr(trainer.strategy, "fit", None)  # of chaos_diloco
         if engine is not None:
             self._told = True
             aside(engine.leave, self.reason)
+        elif cluster is not None and hasattr(cluster, "leave"):
+            self._told = True
+            aside(lambda reason: cluster.leave(), self.reason)
         elif not hasattr(trainer.strategy, "session"):
             self._told = True
             trainer.should_stop = True

@@ -32,6 +32,9 @@ from chaos_lightning.declared import (
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import DAY_NBYTES
 from chaos_lightning.machine.addresses import DEFAULT_PORT, read_ports, split_announced, split_endpoints
+from chaos_lightning.machine.notices import NoticePlan
+from chaos_lightning.machine.process_table import process_began
+from chaos_lightning.planning.batch import MEMBER, check_rule
 from chaos_lightning.planning.plans import DEFAULT_PLAN, absolute_plan, read_plan
 from chaos_lightning.planning.shards import POLICIES, wrong_policy
 from chaos_lightning.protocol.types import PlanSpec, Settings, check_nodes, is_name
@@ -57,6 +60,11 @@ def absolute_path(text: str, words: tuple[str, ...] = ("",)) -> str:
 
 absolute_log_dir = partial(absolute_path, words=("", *LOG_DIRS))
 """Function that gives the same place of event logs for a process that may run in another folder."""
+
+
+def absolute_notice(text: str) -> str:
+    """Converts durations until a deadline to times, for a process that starts later, and paths to absolute ones."""
+    return NoticePlan.read(text).absolute(process_began(), os.getcwd())
 
 
 def _read_by(read: Callable[[str], object]) -> Check:
@@ -180,6 +188,21 @@ class EngineConfig:
         "event log gives the reason.",
         check=one_of(("auto", "replay", "pause")),
     )
+    batch: str = setting(
+        MEMBER,
+        "Batch of an optimizer step: member, fixed, fixed:N or fixed:N/B. member: the sum of the members' batches, so "
+        "it grows and shrinks with them. fixed: as many samples as the loader's batch, whoever is there, divided by "
+        "the members' speeds; fixed:N: N samples; fixed:N/B: N samples in micro-batches of exactly B, each of which "
+        "computes the same wherever it runs. Equal at all members.",
+        check=check_rule,
+        metavar="RULE",
+    )
+    fits: int = setting(
+        0,
+        "Samples that this member computes at once under batch=fixed; a larger share becomes several micro-batches. 0: "
+        "as many as the loader's batch.",
+        check=at_least(0, "a number of samples, or 0 for the loader's batch"),
+    )
     transfer: str = setting(
         "adaptive",
         f"Which member sends this one which part of the state: {', '.join(POLICIES)}, or MODULE:CLASS. adaptive is "
@@ -211,6 +234,16 @@ class EngineConfig:
         "newest: the kept state; checkpoint: the checkpoint, so that a job can go back on purpose.",
         check=one_of(("newest", "checkpoint")),
     )
+    notice: str = setting(
+        "",
+        "Sources of notices that this machine will be taken away, joined by +: aws, aws-rebalance, gcp, slurm, "
+        "sigterm:TIME, file:PATH, deadline:TIME. The member leaves 2 minutes before that, or as lead:TIME says. The "
+        "address of a metadata server may follow (aws:http://HOST:PORT); slurm:requeue has the Slurm job queued again; "
+        "sigterm:TIME is the time from SIGTERM to SIGKILL (docs/notices.md).",
+        check=_read_by(NoticePlan.read),
+        absolute=absolute_notice,
+        metavar="SOURCES",
+    )
 
     def __post_init__(self) -> None:
         _ = self.endpoints
@@ -239,6 +272,11 @@ class EngineConfig:
     def plan_spec(self) -> PlanSpec:
         """Plan that `plan` names; a file is read once, when the configuration is made."""
         return read_plan(self.plan, self.chunk_nbytes)
+
+    @cached_property
+    def notice_plan(self) -> NoticePlan:
+        """Sources of notices that `notice` names."""
+        return NoticePlan.read(self.notice)
 
     @classmethod
     def build(cls, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:

@@ -60,6 +60,7 @@ from chaos_lightning.errors import (
     UnsupportedError,
 )
 from chaos_lightning.machine.signals import ExitSignals, aside, say
+from chaos_lightning.machine.units import duration
 from chaos_lightning.member import checkpoints, training
 from chaos_lightning.member.drift import StateComparison
 from chaos_lightning.member.engine import Engine
@@ -68,6 +69,7 @@ from chaos_lightning.member.micro_batches import MicroBatches
 from chaos_lightning.member.participation import Footing, Participation
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.pipeline.hooked import alone
+from chaos_lightning.planning.batch import MEMBER
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
@@ -93,9 +95,14 @@ class _Wish:
 
     @property
     def seen(self) -> str:
-        """Name of the first signal; "" if none has come."""
+        """Name of the first signal; "" if none has come, or training goes on for a while (`_waits_s`)."""
         asked = self._signals.asked if self._signals is not None else None
-        return asked.name if asked is not None else ""
+        return asked.name if asked is not None and not self._waits_s(asked) else ""
+
+    @staticmethod
+    def _waits_s(number: signal.Signals) -> float:
+        """Returns the seconds for which training goes on after a signal, as the setting `notice` says."""
+        return max((t.engine.config.notice_plan.waits_s(number.name) for t in list(_open.values())), default=0.0)
 
     def watch(self) -> None:
         """Installs the signal handlers, unless they are installed."""
@@ -121,19 +128,22 @@ class _Wish:
             self._waits = None
 
     def _end_wait(self, number: signal.Signals, frame: FrameType | None) -> None:
-        say(f"{number.name}: capture_exit_event() is true from here on; once more ends at once")
-        if self._waits is not None:
-            aside(self._waits.leave, f"signal {number.name}")
+        wait_s = self._waits_s(number)
+        when = f"in {duration(wait_s)}" if wait_s else "from here on"
+        say(f"{number.name}: capture_exit_event() is true {when}; once more ends at once")
+        follows = [e for t in list(_open.values()) if (e := t.engine).config.notice_plan.on_signal(number.name, 0.0)]
+        for engine in follows or filter(None, [self._waits]):
+            aside(engine.heed, number.name)
 
 
 _wish = _Wish()
 
 
 def capture_exit_event() -> bool:
-    """Returns whether this node is asked to leave: Ctrl+C, SIGTERM or SIGHUP came since the Trainer was made (Listing
-    2).
+    """Returns whether this node is asked to leave: Ctrl+C, SIGTERM or SIGHUP came since the Trainer was made, or a
+    notice is due (Listing 2).
     """
-    return bool(_wish.seen)
+    return bool(_wish.seen) or any(trainer.engine.noticed for trainer in list(_open.values()))
 
 
 class Trainer:
@@ -268,6 +278,11 @@ class Trainer:
             )
         if accumulate < 1:
             raise ConfigurationError(f"accumulate={accumulate}; expected 1 or more batches per step")
+        if self.engine.config.batch != MEMBER:
+            raise UnsupportedError(
+                f"batch={self.engine.config.batch!r} is not supported in a plain loop, which hands out batches one by "
+                "one and cannot run a step again; use Lightning's Trainer with strategy='chaos', or batch=member"
+            )
         self._clip = training.Clipping(clip_norm, clip_value)
         refuse(model, optimizer)
         named = _trained(model, optimizer)
@@ -653,7 +668,7 @@ class Trainer:
         """
         engine, state = self.engine, self._state
         self._settle_open()
-        engine.leave(reason or _wish.seen or "the user asked")
+        engine.leave(reason or _wish.seen or engine.noticed or "the user asked")
         replay = ModuleReplay(state, self._clip) if state is not None and not self._extra else None
         follows = replay is not None and not replay.replayable()
         try:

@@ -281,7 +281,7 @@ class ElasticPart(FitHooks):
         own = self.cluster.answer()
         return len(own).to_bytes(4, "little") + own + logged
 
-    def said(self, header: Header) -> Sequence[bytes]:
+    def said(self, fit: FitSession, header: Header) -> Sequence[bytes]:
         return [split(both)[1] for both in header.answers]
 
     def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:

@@ -75,9 +75,14 @@ class Lengths:
         finally:
             self._estimating = False
 
-    def asked(self, total: float) -> None:
-        """Records the length of a training loader that was made while optimizers and schedulers are made."""
-        if self._estimating and not math.isinf(total):
+    def asked(self, total: float, *, follows: bool) -> None:
+        """Records the length of a training loader that was made while optimizers and schedulers are made.
+
+        Args:
+            total: The length.
+            follows: Whether it changes with the members.
+        """
+        if self._estimating and follows and not math.isinf(total):
             self._estimated = int(total)
 
     def words(self) -> dict[str, str]:

@@ -224,7 +224,7 @@ class OuterFit:
         """Whether the cluster was asked to leave. With several ranks, only once all know it, since they stop
         together.
         """
-        return self._asked if self.ranks == 1 else self.session.leaving
+        return self.session.leaving or (self._asked and self.ranks == 1)
 
     @property
     def _stops(self) -> bool:
@@ -377,6 +377,11 @@ class OuterFit:
         self.asked = self.asked or number
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)
+
+    def leave(self) -> None:
+        """Makes the cluster leave, as a callback asks. Any thread."""
+        self._asked = True
+        self.session.leave()
 
     @property
     def _speaks(self) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import UnsupportedError
@@ -31,19 +30,21 @@ from chaos_lightning.strategies.strategy import ChaosStrategy
 
 NAME = "chaos_pipeline"
 
-UNUSED = ("transfer", "ingress_bps")
-"""Settings without effect where members pull parts of the model from the owners of these."""
+UNUSED = {
+    "transfer": "a member pulls each part of the model from those that own it",
+    "ingress_bps": "a member pulls each part of the model from those that own it",
+    "batch": "a step has micro_batches times the loader's batch, whoever is there",
+    "fits": "a micro-batch has the loader's batch",
+}
+"""Settings without effect with pipelines, and why."""
 
 
 def warn_unused(config: EngineConfig) -> None:
     """Warns of settings that have no effect with pipelines, where members own parts of the model."""
     rows = declared(EngineConfig)
-    for name in UNUSED:
+    for name, why in UNUSED.items():
         if (value := getattr(config, name)) != rows[name].default:
-            warnings.warn(
-                f"{name}={value!r} is not honoured by strategy {NAME}: a member pulls each part of the model from "
-                "those that own it", stacklevel=2,
-            )  # fmt: skip
+            warnings.warn(f"{name}={value!r} is not honoured by strategy {NAME}: {why}", stacklevel=2)
 
 
 class ChaosPipelineStrategy(ChaosStrategy):
@@ -170,14 +171,6 @@ class ChaosPipelineStrategy(ChaosStrategy):
         if self.session is not None:
             prepare_validation(self.session.trainer)
         super().setup(trainer)
-
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Stores the step's averages in `.grad`, if the step takes place; a member that is released by the step's
-        header does so, too.
-        """
-        if (fit := self._fit) is None or self.session is None or not self.session.entered:
-            return super().backward(closure_loss, *args, **kwargs)
-        return fit.backward(closure_loss) if self.session.within else closure_loss
 
     # ------------------------------------------------------------------ validation
 

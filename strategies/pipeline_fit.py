@@ -21,7 +21,9 @@ from chaos_lightning.data.steps import StepBatch, StepLoader
 from chaos_lightning.errors import DryRunError
 from chaos_lightning.machine.console import Teller
 from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.unit_steps import UnitsDone
 from chaos_lightning.membership.parts import division, numbers
+from chaos_lightning.pipeline.attempts import UnitAttempt
 from chaos_lightning.pipeline.borders import BorderExchange
 from chaos_lightning.pipeline.checking import check_before_training
 from chaos_lightning.pipeline.describe import describe
@@ -31,9 +33,11 @@ from chaos_lightning.pipeline.held import HeldModel
 from chaos_lightning.pipeline.options import PipelineOptions
 from chaos_lightning.pipeline.preview import dry_run, preview_of_view, risk
 from chaos_lightning.pipeline.step import PipelineStep
+from chaos_lightning.pipeline.told import StepOutcome
 from chaos_lightning.pipeline.undo import Undo, undone
 from chaos_lightning.planning.pipelines.files import read_job
 from chaos_lightning.planning.pipelines.request import PipelineRequest, read_request
+from chaos_lightning.planning.pipelines.units import FORWARD
 from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Header, View
 from chaos_lightning.settings import EngineConfig
@@ -45,7 +49,8 @@ from chaos_lightning.strategies.pipeline_evaluation import PipelineEvaluation
 from chaos_lightning.strategies.pipeline_logs import UnitLogs
 from chaos_lightning.strategies.pipeline_model import PipelineModel, samples_of
 from chaos_lightning.strategies.session import FitHooks, FitSession, gather_by_units
-from chaos_lightning.strategies.stepping import PipelineStepper
+from chaos_lightning.strategies.stepping import weight_of
+from chaos_lightning.strategies.unit_stepper import UnitStepper
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -106,7 +111,9 @@ class PipelineFit(FitHooks):
         self._collectives = collectives
         self._loader: StepLoader | None = None
         self._held: HeldModel | None = None
-        self._stepper: PipelineStepper | None = None
+        self._stepper: UnitStepper | None = None
+        self._logs: UnitLogs | None = None
+        self._step: PipelineStep | None = None
         self._evaluation: PipelineEvaluation | None = None
         self._told = ""
         """Pipelines that the console was told of last, as in the view."""
@@ -201,27 +208,48 @@ class PipelineFit(FitHooks):
         assert self._held is not None, "the model was not looked at yet"
         return self._held
 
-    def stepper(self, fit: FitSession) -> PipelineStepper:
-        self._stepper = PipelineStepper(
-            fit.engine, self._trainer, self.model, lambda: self._current, lambda: self._order
+    def stepper(self, fit: FitSession) -> UnitStepper:
+        assert self._loader is not None
+        loader = self._loader
+        self._logs = UnitLogs(self._trainer, self._collectives, self.model.chain.refuse_placeholders)
+        self._stepper = UnitStepper(
+            fit.engine, self._trainer, lambda: loader, lambda batch: self._attempts(fit.engine, batch), self._logs
         )
         return self._stepper
 
-    @property
-    def _current(self) -> StepBatch | None:
-        return self._loader.current if self._loader is not None else None
+    def _attempts(self, engine: Engine, batch: StepBatch) -> RoutedAttempt:
+        """Returns this member's attempts at the step that has this batch."""
+        assert self._step is not None
+        model, logs = self.model, self._logs
+        assert logs is not None
 
-    @property
-    def _order(self) -> str:
-        return self._loader.order if self._loader is not None else ""
+        def micro_batch(j: int) -> Any:
+            return model.moved(batch.batch(j))
+
+        def weight(j: int) -> float:
+            own = micro_batch(j) if hasattr(model.module, "chaos_weight") else None
+            return weight_of(model.module, own, batch.index, batch.weight(j))
+
+        model.begin(batch.index)
+        attempt = UnitAttempt(
+            self._step,
+            engine.member_id,
+            engine.header.step + 1,
+            micro_batch,
+            weight,
+            batch.spent,
+            batch.empty,
+            lambda sums: {j: logs.extra(j) for j in sums.weights},
+        )
+        return RoutedAttempt(attempt, batch)
 
     def attach(self, fit: FitSession) -> None:
         """Makes the engine run its steps as units of micro-batches."""
         assert self._stepper is not None
-        engine, gather = fit.engine, partial(gather_by_units, fit)
+        assert self._logs is not None
+        engine, gather, logs = fit.engine, partial(gather_by_units, fit), self._logs
         chain, undo = self.model.chain, Undo(self.model.module)
-        logs = UnitLogs(self._trainer, self._collectives, chain.refuse_placeholders)
-        step = PipelineStep(
+        self._step = step = PipelineStep(
             self.model.module,
             LoggedLayers(self.model, logs),
             BorderExchange(engine.send_border),
@@ -237,7 +265,6 @@ class PipelineFit(FitHooks):
         self._evaluation = PipelineEvaluation(
             self._trainer, gather, lambda: engine, lambda: step, its_logs, lambda: chain.is_last
         )
-        self._stepper.attach(step, logs)
         self._opened.enter_context(watched())
         precision = self._trainer.precision_plugin
         precision.clip_grad_by_norm = self._stepper.clip  # type: ignore[method-assign]
@@ -250,28 +277,6 @@ class PipelineFit(FitHooks):
         return self._evaluation
 
     # ------------------------------------------------------------------ while it trains
-
-    def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:
-        """Runs the units of an optimizer step and commits it; returns the step's mean loss."""
-        assert self._stepper is not None
-        fit.state.within_step = True
-        try:
-            fit.average_within()
-        finally:
-            fit.state.within_step = False
-        return self._stepper.output() if fit.within else {"loss": self._stepper.nothing()}
-
-    def backward(self, loss: Tensor) -> Tensor:
-        """Stores the step's averages in `.grad`, with Lightning's hooks before and after."""
-        assert self._stepper is not None
-        precision, module = self._trainer.precision_plugin, self._trainer.lightning_module
-        loss = precision.pre_backward(loss, module)
-        self._stepper.apply()
-        return precision.post_backward(loss, module)
-
-    def said(self, header: Header) -> Sequence[bytes]:
-        """Returns an empty sequence: with pipelines no member hands over logged values, as all have logged the same."""
-        return ()
 
     def applied(self, fit: FitSession, output: Any) -> None:
         """Takes or frees parts of the model after a step, as their owners may have changed."""
@@ -292,6 +297,30 @@ class PipelineFit(FitHooks):
         self.model.close()
 
 
+class RoutedAttempt:
+    """Attempts of one member at a step, before each of which the loader is told which micro-batches will be asked for.
+
+    Args:
+        attempt: Attempts, of which each runs this member's units in a view.
+        batch: Micro-batches of the step.
+    """
+
+    def __init__(self, attempt: UnitAttempt, batch: StepBatch) -> None:
+        self._attempt, self._batch = attempt, batch
+
+    def __call__(self, view: View, seq: int) -> UnitsDone:
+        """Runs this member's units in a view."""
+        pipelines, batch = division(view).pipelines, self._batch
+        if pipelines is not None:
+            units = pipelines.units(self._attempt.member, batch.empty)
+            batch.expect(u.micro_batch for u in units if u.kind == FORWARD)
+        return self._attempt(view, seq)
+
+    def outcome(self, header: Header) -> StepOutcome:
+        """Returns the outcome of the committed step."""
+        return self._attempt.outcome(header)
+
+
 class UndoneUnits:
     """Runs the engine's units (`UnitStep`, member/unit_steps.py), and undoes what user code changed if an attempt is
     dropped.
@@ -305,6 +334,7 @@ class UndoneUnits:
 
     def __init__(self, step: PipelineStep, undo: Undo, logs: UnitLogs, engine: Engine) -> None:
         self._step, self._undo, self._logs, self._engine = step, undo, logs, engine
+        self.sample_s = step.sample_s
         self.borders, self.reduced, self.end = step.borders, step.reduced, step.end
         self.commit, self.restart, self.step_time = step.commit, step.restart, step.step_time
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.call import _call_strategy_hook
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
@@ -30,6 +28,7 @@ from chaos_lightning.pipeline.randomness import Randomness
 from chaos_lightning.pipeline.recording import Recording
 from chaos_lightning.pipeline.whole_file import PartialModel
 from chaos_lightning.strategies.lightning_types import Trainer
+from chaos_lightning.strategies.users_step import UsersStep
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -46,10 +45,11 @@ class PipelineModel:
 
     def __init__(self, trainer: Trainer, seed: int, device: torch.device, chain: str = "") -> None:
         self._trainer, self.seed, self._device, self._path = trainer, seed, device, chain
+        self.users_step = UsersStep(trainer)
+        self.moved, self.around, self.begin = self.users_step.moved, self.users_step.around, self.users_step.begin
         self._recording = Recording(seed)
         self._memory: ModelMemory | None = None
         self._chain: LayerChain | None = None
-        self._more: tuple[Any, ...] = ()
         self.parts = ModelParts(0, {}, {})
         self._loaded: LoadedParts | None = None
 
@@ -95,7 +95,7 @@ class PipelineModel:
         self._memory = ModelMemory(self.module, self.seed, self._device, self._recording)
         path = find_chain(self.module, self._path).path
         randomness = Randomness(self.seed, self._device)
-        self._chain = LayerChain(self.module, path, self._training_step, randomness=randomness)
+        self._chain = LayerChain(self.module, path, self.users_step, randomness=randomness)
         if built := self._memory.built_nbytes:
             _log.info(
                 "the whole model was built here, %.1f MB; build it in configure_model, and each member builds only "
@@ -106,27 +106,6 @@ class PipelineModel:
         """Restores the module to what it was before fit."""
         if self._chain is not None:
             self._chain.close()
-
-    # ------------------------------------------------------------------ the user's step
-
-    def moved(self, batch: Any) -> Any:
-        """Returns a micro-batch as Lightning gives it to `training_step`: after its batch hooks, on the device."""
-        trainer = self._trainer
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return _call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
-
-    def around(self) -> AbstractContextManager[Any]:
-        """Returns the context of the precision plugin, in which each forward pass runs."""
-        return self._trainer.precision_plugin.forward_context()
-
-    def begin(self, batch_idx: int) -> None:
-        """Sets the batch index that the next units give to `training_step`."""
-        takes = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
-        self._more = (batch_idx,) if takes else ()
-
-    def _training_step(self, batch: Any) -> Any:
-        return self.module.training_step(batch, *self._more)
 
     # ------------------------------------------------------------------ looking at it
 

@@ -40,6 +40,7 @@ from chaos_lightning.errors import (
     UnsupportedError,
 )
 from chaos_lightning.machine.signals import ExitSignals, Handler, aside, say
+from chaos_lightning.machine.units import duration
 from chaos_lightning.member import training
 from chaos_lightning.member.engine import OTHERS_SAVE, Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint
@@ -81,7 +82,8 @@ from chaos_lightning.strategies.place import Place
 from chaos_lightning.strategies.replay import LightningReplay
 from chaos_lightning.strategies.schedules import SampleCount
 from chaos_lightning.strategies.state import KeptState, LightningState
-from chaos_lightning.strategies.stepping import PipelineStepper, Stepper
+from chaos_lightning.strategies.stepping import Stepper
+from chaos_lightning.strategies.unit_stepper import UnitStepper
 from chaos_lightning.strategies.writer import Writer
 
 DataMode = Literal["shared", "local"]
@@ -147,7 +149,7 @@ class FitSession:
         self._source = EngineSource(config.name)
         self._loader: TrainLoader | None = None
         self._state: LightningState | None = None
-        self._stepper: Stepper | PipelineStepper | None = None
+        self._stepper: Stepper | UnitStepper | None = None
         self._samples = SampleCount(())
         self._switch_as_before: Callable[[], None] = lambda: None
         self._asks_as_before = warn_who_asks(
@@ -190,7 +192,7 @@ class FitSession:
         return view.ids() if view is not None else ()
 
     @property
-    def stepper(self) -> Stepper | PipelineStepper:
+    def stepper(self) -> Stepper | UnitStepper:
         assert self._stepper is not None
         return self._stepper
 
@@ -224,7 +226,7 @@ class FitSession:
         if self._loader is not None:
             self.elastic.close()
         self._loader = TrainLoader(elastic, self.trainer, self)
-        self.lengths.asked(self._total())
+        self.lengths.asked(self._total(), follows=isinstance(elastic, ElasticLoader))
         if self._state is not None:
             self._state.loader = elastic
         return self._loader
@@ -286,6 +288,8 @@ class FitSession:
         )
         if self._options.leave_on_signals and hooks.leave_on_signals:
             self._signals.install()
+        elif self.config.notice_plan.grace_s:
+            _log.warning("notice=%s: sigterm is not honoured, as leave_on_signals is off", self.config.notice)
         try:
             engine.join(
                 fingerprint={
@@ -298,6 +302,7 @@ class FitSession:
                 state=self._state,
                 replay=LightningReplay(trainer) if hooks.replays else None,
                 pipelines=hooks.request,
+                batch=hooks.batch,
                 loaded=self.member.checkpoints.loaded
                 or (LoadedCheckpoint() if trainer.ckpt_path is not None or trainer.global_step > 0 else None),
             )
@@ -619,7 +624,7 @@ class FitSession:
         view = engine.ruling_view or engine.view
         assert view is not None
         # Most slots have no answers.
-        answers = dict(zip(engine.contributors, self.hooks.said(engine.header), strict=False))
+        answers = dict(zip(engine.contributors, self.hooks.said(self, engine.header), strict=False))
         self.handover.committed(engine.header, answers, view.ids(), engine.member_id)
         self.lengths.check(engine.world_size)
         behind = int(not self.hooks.writes)
@@ -655,9 +660,11 @@ class FitSession:
         """Handles signals: the first one makes this member leave the job; a second one aborts, or in an outer job's
         cluster prints what aborting would lose.
         """
-        say(f"{number.name}: leaving the job after the present step, or at once while waiting; {self.hooks.again}")
+        wait_s = self.config.notice_plan.waits_s(number.name)
+        when = f"in {duration(wait_s)}" if wait_s else "after the present step, or at once while waiting"
+        say(f"{number.name}: leaving the job {when}; {self.hooks.again}")
         self.asked = number
-        aside(lambda reason: self.engine.leave(reason), f"signal {number.name}")
+        aside(lambda name: self.engine.heed(name), number.name)
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)
 
@@ -811,6 +818,7 @@ class FitHooks:
         leave_on_signals: Whether signals make this member leave, unless the strategy's own option says no.
         again: Effect of a second signal, in words.
         request: Pipelines that this member asks for (`PipelineRequest.to_json`); "": it has the whole model.
+        batch: Batch of a step, whoever is there (planning/batch.py, BatchRule); "": each member adds one of its own.
         beside: State that newcomers get beside the training state; None if there is none.
         rest: Names of the buffers that all members have, where each has some of the layers.
         part_of: Name of the part that each parameter and buffer belongs to, if steps run as units (`Engine.prepare`).
@@ -820,7 +828,7 @@ class FitHooks:
 
     replays = owns_result = leave_on_signals = True
     again = "once more aborts"
-    request = ""
+    request = batch = ""
     beside: StateAccess | None = None
     rest: list[str] | None = None
     part_of: Mapping[str, str] | None = None
@@ -850,7 +858,7 @@ class FitHooks:
         """Returns the elastic loader around the user's training loader; `options` are those of `ElasticLoader`."""
         return ElasticLoader(dataloader, **options)
 
-    def stepper(self, fit: FitSession) -> Stepper | PipelineStepper:
+    def stepper(self, fit: FitSession) -> Stepper | UnitStepper:
         """Returns the object that runs this member's optimizer steps."""
         return Stepper(
             fit.engine,
@@ -887,16 +895,28 @@ class FitHooks:
         return None
 
     def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:
-        """Runs the user's training step on a batch, or what replaces it; returns its output."""
-        return whole(fit.stepper).training_step(run, batch)
+        """Runs the user's training step on a batch; or, where a batch is a whole step, the units of that step, and
+        commits it. Returns its output.
+        """
+        stepper = fit.stepper
+        if isinstance(stepper, Stepper):
+            return stepper.training_step(run, batch)
+        fit.state.within_step = True
+        try:
+            fit.average_within()
+        finally:
+            fit.state.within_step = False
+        return stepper.output() if fit.within else {"loss": stepper.nothing()}
 
     def says(self, logged: bytes) -> bytes:
         """Returns the bytes that this member sends with its gradient. `logged`: logged values that it hands over."""
         return logged
 
-    def said(self, header: Header) -> Sequence[bytes]:
-        """Returns the logged values, as bytes in rank order, that members have handed over with this header."""
-        return header.answers
+    def said(self, fit: FitSession, header: Header) -> Sequence[bytes]:
+        """Returns the logged values, as bytes in rank order, that members have handed over with this header; none
+        where all log the same, because a batch is a whole step.
+        """
+        return header.answers if isinstance(fit.stepper, Stepper) else ()
 
     @property
     def writes(self) -> bool:
@@ -943,7 +963,7 @@ def handlers_of_user(before: Any, connector: object) -> list[Callable[[int, Fram
     return [h for h in found if callable(h) and h not in ours and getattr(h, "__self__", None) is not connector]
 
 
-def whole(stepper: Stepper | PipelineStepper) -> Stepper:
+def whole(stepper: Stepper | UnitStepper) -> Stepper:
     """Returns the stepper, typed as that of a member with the whole model; no other may be given."""
     assert isinstance(stepper, Stepper)
     return stepper

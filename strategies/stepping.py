@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,26 +38,17 @@ from torch.optim import Optimizer
 from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.source import BatchFacts
-from chaos_lightning.data.steps import StepBatch
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.member.drift import StateComparison
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.training import reduced_buffers
-from chaos_lightning.member.unit_steps import UnitsDone
 from chaos_lightning.member.watching import Watch
 from chaos_lightning.member.weighing import Weighing, refuse_kept
-from chaos_lightning.membership.parts import division
-from chaos_lightning.pipeline.attempts import UnitAttempt
-from chaos_lightning.pipeline.step import PipelineStep
-from chaos_lightning.pipeline.told import StepOutcome, clip_coefficient, scale_gradients
-from chaos_lightning.planning.pipelines.units import FORWARD
-from chaos_lightning.protocol.types import Header, Kind, Spent, View
+from chaos_lightning.protocol.types import Header, Kind, Spent
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import batches_begun
 from chaos_lightning.strategies.manual import ManualGradients
-from chaos_lightning.strategies.pipeline_logs import UnitLogs
-from chaos_lightning.strategies.pipeline_model import PipelineModel
 from chaos_lightning.strategies.results import Untouched
 
 IDLE_KEY = "chaos_idle"
@@ -402,154 +392,6 @@ class Stepper:
                         f"parameter {names.get(id(param), 'of an added group')!r} has a gradient, but was frozen or "
                         "absent when this member joined; parameters that are trained may not change within a job"
                     )
-
-
-class PipelineStepper:
-    """Runs one member's optimizer steps with pipelines, in place of `Stepper`.
-
-    Args:
-        engine: Engine of this member.
-        trainer: Trainer in fit.
-        model: The user's model.
-        batch: Returns the present batch of Lightning's loop.
-        order: Returns words about the order that the epoch's samples have.
-
-    Attributes:
-        total_weight: Samples of the last step.
-        sections: Parameters of each optimizer, in the whole model.
-        buffers: Buffers that are averaged with each step.
-    """
-
-    manual = comparison = None
-    hooked = has_passed = is_last = False
-
-    def __init__(
-        self,
-        engine: Engine,
-        trainer: Trainer,
-        model: PipelineModel,
-        batch: Callable[[], StepBatch | None],
-        order: Callable[[], str],
-    ) -> None:
-        self._engine, self._trainer, self._model = engine, trainer, model
-        self._batch, self._order = batch, order
-        module = trainer.lightning_module
-        self.sections: list[Section] = sections_of(module, trainer.optimizers)
-        self.buffers = reduced_buffers(module, getattr(module, "chaos_buffers", ()), named_by="chaos_buffers")
-        self.total_weight = 0.0
-        self._step: PipelineStep | None = None
-        self._logs: UnitLogs | None = None
-        self._outcome: StepOutcome | None = None
-        self._averages: list[tuple[Tensor, Tensor | None]] = []
-
-    def attach(self, step: PipelineStep, logs: UnitLogs) -> None:
-        self._step, self._logs = step, logs
-
-    # ------------------------------------------------------------------ a step
-
-    def average(self, number: int, *, yields: bool = False) -> Header:
-        """Runs the step's units until the step is committed, and logs the values that they recorded.
-
-        Args:
-            number: Number of the optimizer.
-            yields: Not used: all members make the same collectives.
-        """
-        batch = self._batch()
-        assert batch is not None
-        assert self._step is not None
-        assert self._logs is not None
-        logs, module, me = self._logs, self._trainer.lightning_module, self._engine.member_id
-
-        def micro_batch(j: int) -> Any:
-            return self._model.moved(batch.batch(j))
-
-        self._model.begin(batch.index)
-        attempt = UnitAttempt(
-            self._step,
-            me,
-            self._engine.header.step + 1,
-            micro_batch,
-            lambda j: self._weight(j, micro_batch, batch),
-            batch.spent,
-            batch.empty,
-            lambda sums: {j: logs.extra(j) for j in sums.weights},
-        )
-
-        def attempted(view: View, seq: int) -> UnitsDone:
-            pipelines = division(view).pipelines
-            if pipelines is not None:
-                batch.expect(u.micro_batch for u in pipelines.units(me, batch.empty) if u.kind == FORWARD)
-            return attempt(view, seq)
-
-        header = self._engine.step_by_units(
-            attempted, section=number, hyper=hyper_words(self._trainer.optimizers), order=self._order()
-        )
-        self.total_weight = header.total_weight
-        outcome = self._outcome = attempt.outcome(header)
-        self._averages = [(p, p.grad) for p in module.parameters()]
-        logs.replay(outcome.extra, {j: weight for j, (_, weight) in outcome.losses.items()})
-        self._engine.losses.add(torch.tensor(outcome.loss), self.total_weight)
-        self._engine.losses.tell(header.step)
-        return header
-
-    def _weight(self, j: int, micro_batch: Callable[[int], Any], batch: StepBatch) -> float:
-        module = self._trainer.lightning_module
-        own = micro_batch(j) if hasattr(module, "chaos_weight") else None
-        return weight_of(module, own, batch.index, batch.weight(j))
-
-    def output(self) -> dict[str, Tensor]:
-        """Returns the output of the step's `training_step`, which is the same at all members."""
-        assert self._outcome is not None
-        return {"loss": torch.tensor(self._outcome.loss, device=self._trainer.strategy.root_device)}
-
-    def apply(self) -> None:
-        """Stores the averages in `.grad`, since Lightning has zeroed it."""
-        for parameter, average in self._averages:
-            parameter.grad = average
-        self._averages = []
-
-    def clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips this member's gradients by the norm of the whole model's gradient, which the header gives."""
-        assert self._outcome is not None
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        scale_gradients(parameters, clip_coefficient(self._outcome, float(clip_val)))
-
-    # ------------------------------------------------------------------ what else a session asks of steps
-
-    def stepping(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def number(self, optimizer: Optimizer) -> int:
-        return 0
-
-    def must_average(self, number: int) -> bool:
-        """Returns True: with pipelines each step is a slot."""
-        return True
-
-    def holds_average(self, number: int) -> bool:
-        return False
-
-    def stepped(self, number: int) -> None:
-        """Does nothing: with pipelines the optimizer steps with each batch."""
-
-    def gradients(self) -> dict[str, Any]:
-        """Returns an empty dict: with pipelines no gradient is kept beyond the batch."""
-        return {}
-
-    def adopt_gradients(self, given: Mapping[str, Any]) -> None:
-        """Does nothing: with pipelines no gradient is kept beyond the batch."""
-
-    def nothing(self) -> Tensor:
-        """Returns the loss to report if no unit gave one."""
-        return torch.zeros((), device=self._trainer.strategy.root_device)
-
-    def forget_accumulation(self) -> None:
-        self._averages = []
-
-    def put_back(self) -> None:
-        """Does nothing: averaged buffers are put back at each attempt."""
-
-    reset = close = forget_accumulation
 
 
 def _loss_of(output: object) -> object:

@@ -29,6 +29,7 @@ from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.pipeline.device_memory import device_memory
 from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.pipeline.options import PipelineOptions
+from chaos_lightning.planning.batch import MEMBER
 from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
 from chaos_lightning.strategies.companion import Companion, Launcher, watch_spikes
@@ -36,6 +37,7 @@ from chaos_lightning.strategies.elastic import ElasticPart, OuterTerms, refuse_r
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_assigned, unsharded, whole
 from chaos_lightning.strategies.fingerprint import seed_of
+from chaos_lightning.strategies.fixed_fit import FIXED_TABLE, FixedFit
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import agree_on_validation
 from chaos_lightning.strategies.outer_refusals import RANKS_TABLE
@@ -54,6 +56,7 @@ from chaos_lightning.strategies.refusals import (
 from chaos_lightning.strategies.saving import KEY, convert_position, save, with_loaders
 from chaos_lightning.strategies.schedules import go_by_step
 from chaos_lightning.strategies.session import DataMode, FitSession
+from chaos_lightning.strategies.unit_stepper import UnitStepper
 from chaos_lightning.variables import warn_of_unknown
 
 _log = logging.getLogger("chaos_lightning")
@@ -200,6 +203,13 @@ class ChaosStrategy(ParallelStrategy):
             self.session.hooks = self._pipeline_fit(trainer, self.pipeline)
         if self.outer is not None:
             self.session.hooks = ElasticPart(trainer, self.outer)
+            if config.batch != MEMBER:
+                raise UnsupportedError(
+                    f"batch={config.batch!r} in a cluster of outer sync: a cluster's push weighs what its members "
+                    "trained, and its batch follows from them. Use batch=member there"
+                )
+        elif self.pipeline is None and config.batch != MEMBER:
+            self.session.hooks = FixedFit(trainer, config, self.collectives, seed_of(self.options.seed))
         if place.rank == 0 and not self.session.hooks.writes:  # a rank of another cluster does
             self.environment.place(1, place.world_size + 1)
         # Last: teardown takes it out where there is a session.
@@ -218,7 +228,10 @@ class ChaosStrategy(ParallelStrategy):
 
     def _config(self) -> EngineConfig:
         warn_of_unknown()
-        return EngineConfig.build({**self._given, **self.options.for_engine()})
+        options = self.options.for_engine()
+        if self.outer is not None:
+            options["notice"] = options["notice"] or self.outer.cluster.notice or None
+        return EngineConfig.build({**self._given, **options})
 
     def _evaluate(self) -> None:
         """Gives this process a rank for validate, test or predict. Every process evaluates everything, but one alone
@@ -242,6 +255,8 @@ class ChaosStrategy(ParallelStrategy):
             if self.outer is not None:
                 refuse(self.session.trainer, early=True, table=RANKS_TABLE, strategy="chaos_diloco")
                 refuse_ranks(self.session.config, self.data, self.outer)
+            if isinstance(self.session.hooks, FixedFit):
+                refuse(self.session.trainer, early=True, table=FIXED_TABLE, strategy="chaos with batch=fixed")
             warn_ignored(self.session.trainer, len(self.parallel_devices or ()))
             self._turn.begin(self.session.config.job)
 
@@ -328,6 +343,8 @@ class ChaosStrategy(ParallelStrategy):
         session, parent = self.session, super().backward
         if session is None or not session.entered:
             return parent(closure_loss, optimizer, *args, **kwargs)
+        if isinstance(session.stepper, UnitStepper):  # a member that is released by the step's header takes it, too
+            return session.stepper.backward(closure_loss) if session.within else closure_loss
         if session.stepper.manual is not None:
             return self._manual_backward(session, closure_loss, optimizer, *args, **kwargs)
         if session.stepper.hooked:
@@ -443,7 +460,7 @@ class ChaosStrategy(ParallelStrategy):
         checkpoint = with_loaders(self._read(checkpoint_path, weights_only))
         ours = checkpoint.pop(KEY, {})  # `on_load_checkpoint` sees what Lightning has written, and no more
         if self.session is not None:
-            of_steps = self.pipeline.micro_batches if self.pipeline is not None else 0
+            of_steps = self.pipeline.micro_batches if self.pipeline is not None else int(bool(self.session.hooks.batch))
             convert_position(checkpoint, of_steps, self.session.trainer.accumulate_grad_batches)
             self.session.member.checkpoints.load({**ours, "step": checkpoint.get("global_step", 0)})
         return checkpoint

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from chaos_lightning.data.accumulations import Part
 from chaos_lightning.data.feeds import StepFeed
 from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.data.pieces import Piece, Share
 from chaos_lightning.data.source import AssignmentSource, MicroBatch, Stats
 from chaos_lightning.errors import ConfigurationError, StateError, UnsupportedError
 from chaos_lightning.planning import assignment
@@ -38,6 +40,20 @@ from chaos_lightning.protocol.types import Header, Ledger, Span, Spent, View
 
 MARK = "micro_batches"
 """Key in the state of a loader whose batches are steps; its value is the number of a step's micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Micro-batches that this member needs of each step, by their numbers."""
+
+    numbers: tuple[int, ...] = ()
+
+    def parts(self, positions: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Returns the positions that are needed of a step whose micro-batches have these."""
+        return tuple(positions[j] for j in self.numbers)
+
+    def with_one(self, number: int) -> _Numbers:
+        return self if number in self.numbers else _Numbers((*self.numbers, number))
 
 
 class StepBatch:
@@ -67,10 +83,10 @@ class StepBatch:
         self._dropped = subtract(chain.from_iterable(entry.spans for entry in spends), normalise(self.spans))
         self.micro_batches, self.samples = len(parts), sum(self._weights)
         self.empty = frozenset(j for j, spans in enumerate(self.positions) if not spans)
-        self._kept: dict[int, Any] = {}
-        """Copies of micro-batches that were fetched."""
-        self._promised: set[int] = set()
-        """Numbers of micro-batches that the feed will give."""
+        self._kept: dict[Part, Any] = {}
+        """Copies of micro-batches that were fetched, by their positions."""
+        self._promised: set[Part] = set()
+        """Positions of what the feed will give."""
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -95,7 +111,28 @@ class StepBatch:
             numbers: Micro-batches that this member will ask for, in the order in which it needs them. Empty ones, and
                 those that it has asked for already, are passed over.
         """
-        self._loader._expect(self, tuple(dict.fromkeys(map(self._known, numbers))))
+        self._loader._expect(self, _Numbers(tuple(dict.fromkeys(map(self._known, numbers)))))
+
+    def expect_share(self, share: Share) -> None:
+        """Announces that this member will ask for its share of this and later steps, as `expect` does for numbers."""
+        self._loader._expect(self, share)
+
+    def piece(self, piece: Piece, share: Share) -> Any:
+        """Returns the samples of a piece of this member's share; one that is asked for again is fetched again.
+
+        Raises:
+            StateError: The step is over.
+        """
+        return self._loader._fetch(self, piece.spans, share)
+
+    def spent_by(self, share: Share) -> tuple[Spent, ...]:
+        """Returns the positions to be named as spent by the member with this share: its own, and, where it has the
+        step's last unit, those that the epoch drops.
+        """
+        found = list(chain.from_iterable(share.parts(self.positions)))
+        if found and found[-1][1] == self.spans[-1][1]:
+            found += self._dropped
+        return (Spent(self._stream, self.epoch, normalise(found)),) if found else ()
 
     def batch(self, j: int) -> Any:
         """Returns micro-batch `j` as it was fetched; may be called repeatedly until the step is over.
@@ -109,11 +146,13 @@ class StepBatch:
         """
         if self._known(j) in self.empty:
             raise ConfigurationError(f"micro-batch {j} of step {self.index} has no samples, so it has no units")
-        if j in self._kept:
-            return copy.deepcopy(self._kept[j])
-        data = self._loader._fetch_numbered(self, j)
+        spans = self.positions[j]
+        if spans in self._kept:
+            return copy.deepcopy(self._kept[spans])
+        wanted = self._loader._wanted
+        data = self._loader._fetch(self, spans, (wanted if isinstance(wanted, _Numbers) else _Numbers()).with_one(j))
         with contextlib.suppress(Exception):  # whatever a user's batch class raises
-            self._kept[j] = copy.deepcopy(data)
+            self._kept[spans] = copy.deepcopy(data)
         return data
 
     def _known(self, j: int) -> int:
@@ -174,11 +213,12 @@ class StepLoader:
         seed: Seed of the order of every epoch, and of random augmentation; equal on all members.
         source: The job.
         micro_batches: Micro-batches of a step; equal on all members.
+        micro_batch: Samples of a micro-batch; 0: the loader's batch size.
         as_lightning: See `Orders`.
         least: Fewest samples that the model trains on at once; equal on all members.
 
     Raises:
-        UnsupportedError: The data have no positions that all stages could share.
+        UnsupportedError: The data have no positions that all members could share.
 
     Attributes:
         loader: The user's loader.
@@ -195,12 +235,15 @@ class StepLoader:
         seed: int,
         source: AssignmentSource,
         micro_batches: int,
+        micro_batch: int = 0,
         as_lightning: bool = False,
         least: int = 1,
     ) -> None:
         if micro_batches < 1:
             raise ConfigurationError(f"micro_batches={micro_batches}; expected at least 1")
-        self.loader, self.micro_batches = _positioned(loader, mode), micro_batches
+        what = "a batch of fixed size" if micro_batch else "pipelines"
+        self.loader, self.micro_batches = _positioned(loader, mode, what), micro_batches
+        self._micro_batch = micro_batch
         self._seed, self._least = seed, least
         self._assigning = ElasticLoader(
             loader,
@@ -213,7 +256,8 @@ class StepLoader:
         )
         self.stats = self._assigning.stats
         self.current: StepBatch | None = None
-        self._numbers: tuple[int, ...] = ()
+        self._wanted: _Numbers | Share = _Numbers()
+        """Parts of each step that this member asks for."""
         self._resync = True
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -310,11 +354,16 @@ class StepLoader:
 
     @property
     def quota(self) -> int:
-        return self._assigning.quota
+        return self._micro_batch or self._assigning.quota
 
     @property
     def drops(self) -> bool:
         return self._assigning.drops
+
+    @property
+    def unit(self) -> str:
+        """What the loader's positions number: samples, or batches (see `Orders`)."""
+        return self._assigning.units.unit
 
     @property
     def batch(self) -> int:
@@ -364,56 +413,57 @@ class StepLoader:
         self.current = step = StepBatch(self, index, [part for part in parts if part], assigning.spent())
         # It may have been expected what was never asked for.
         self._resync |= not assigning.as_forecast or (before is not None and bool(before._promised))
-        step._promised = set(self._numbers) - step.empty
+        step._promised = set(filter(None, self._wanted.parts(step.positions)))
         return step
 
-    def _expect(self, step: StepBatch, numbers: tuple[int, ...], *, anew: bool = False) -> None:
-        """Makes the feed prefetch micro-batches of these numbers, unless it does so already."""
+    def _expect(self, step: StepBatch, wanted: _Numbers | Share, *, anew: bool = False) -> None:
+        """Makes the feed prefetch what is wanted of this and later steps, unless it does so already."""
         if step is not self.current:
             raise StateError(f"step {step.index} of epoch {step.epoch} is over; its micro-batches are not kept")
-        if numbers == self._numbers and not self._resync and not anew:
+        if wanted == self._wanted and not self._resync and not anew:
             return
-        self._numbers = numbers
+        self._wanted = wanted
 
-        def tags(parts: tuple[Part, ...], left_out: Iterable[int]) -> tuple[tuple[int, Part], ...]:
-            return tuple((step.epoch, parts[j]) for j in numbers if parts[j] and j not in left_out)
+        def tags(positions: tuple[Part, ...], left_out: Iterable[Part]) -> tuple[tuple[int, Part], ...]:
+            return tuple((step.epoch, part) for part in wanted.parts(positions) if part and part not in left_out)
 
-        later = (tags(parts, ()) for parts in islice(self._assigning.steps(), 1, None))
-        self._assigning.feed.expect(chain([tags(step.positions, step._kept)], later))
-        step._promised = set(numbers) - step.empty - step._kept.keys()
+        now = tags(step.positions, step._kept)
+        later = (tags(positions, ()) for positions in islice(self._assigning.steps(), 1, None))
+        self._assigning.feed.expect(chain([now], later))
+        step._promised = {part for _, part in now}
         self._resync = False
 
-    def _fetch_numbered(self, step: StepBatch, j: int) -> Any:
-        promised = j in step._promised
-        self._expect(step, self._numbers if j in self._numbers else (*self._numbers, j), anew=not promised)
+    def _fetch(self, step: StepBatch, spans: Part, wanted: _Numbers | Share) -> Any:
+        """Returns the samples at these positions, which are among what is wanted of this step."""
+        self._expect(step, wanted, anew=spans not in step._promised)
         try:
-            data = self._assigning.feed.fetch((step.epoch, step.positions[j]))
+            data = self._assigning.feed.fetch((step.epoch, spans))
         except BaseException:
             self._resync = True
             raise
-        step._promised.discard(j)
+        step._promised.discard(spans)
         return data
 
 
-def _positioned(loader: Any, mode: str) -> DataLoader[Any]:
-    """Returns the loader unchanged; raises UnsupportedError if its samples have no positions that all stages could
+def _positioned(loader: Any, mode: str, what: str) -> DataLoader[Any]:
+    """Returns the loader unchanged; raises UnsupportedError if its samples have no positions that all members could
     share.
     """
     if mode != "shared":
         raise UnsupportedError(
-            f"data={mode!r} does not go with pipelines: stages on several members run the same micro-batch, so all "
-            'need the same data. Use data="shared"'
+            f"data={mode!r} does not go with {what}: any member may have to compute any sample of a step, so all need "
+            'the same data. Use data="shared"'
         )
     if isinstance(loader, list | tuple | Mapping) or hasattr(loader, "flattened"):
         raise UnsupportedError(
-            f"a {type(loader).__name__} of training loaders does not go with pipelines, which number the micro-batches "
-            "of one. Combine the data sets (ConcatDataset, or one that returns both)"
+            f"a {type(loader).__name__} of training loaders does not go with {what}: a step numbers the samples of one "
+            "loader. Combine the data sets (ConcatDataset, or one that returns both)"
         )
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        what = loader.dataset if isinstance(loader, DataLoader) else loader
+        data = loader.dataset if isinstance(loader, DataLoader) else loader
         raise UnsupportedError(
-            f"the training data are a {type(what).__name__}, whose samples have no positions, so stages on several "
-            "members could not load the same micro-batch. Use a torch DataLoader over a map-style data set"
+            f"the training data are a {type(data).__name__}, whose samples have no positions, so several members could "
+            "not load the same ones. Use a torch DataLoader over a map-style data set"
         )
     return loader
 

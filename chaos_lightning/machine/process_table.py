@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,6 +95,13 @@ def start_time(pid: int) -> int:
     """
     stat = watcher.stat(pid)
     return stat[1] if stat else 0
+
+
+def process_began() -> float:
+    """Returns the Unix seconds at which this process started."""
+    ticks = start_time(os.getpid())
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+    return time.time() - age_s
 
 
 def still_runs(pid: int, started: int) -> bool:

@@ -5,10 +5,11 @@ for a while, do something of their own at the first one, let the second one have
 stood before. A handler may interrupt whoever holds a lock. So it does nothing that takes one: it writes a line with one
 system call, and leaves the job in a thread of its own.
 
-A closed terminal (SIGHUP) is a wish, too, with four things of its own. Where it is ignored since the start (`nohup`),
-it stays so. The kernel sends it, the shell as well, and a session manager sends SIGTERM beside it: so it is never the
-second signal, and what follows it within `HANGUP_S` is the same wish. What is written to the terminal from now on
-fails; it goes to the null device instead (`machine.terminal`).
+Signals that are ignored since the start (`nohup`) stay so, but for SIGINT, which shells make background jobs ignore.
+
+A closed terminal (SIGHUP) is a wish, too, with three things of its own. The kernel sends it, the shell as well, and a
+session manager sends SIGTERM beside it: so it is never the second signal, and what follows it within `HANGUP_S` is the
+same wish. What is written to the terminal from now on fails; it goes to the null device instead (`machine.terminal`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ STAY, END = signal.SIGUSR1, signal.SIGUSR2
 """Signals by which a supervisor asks a child to end: once those have left who leave at this moment; and at once."""
 HANGUP_S = 2.0
 """Seconds: signals that follow SIGHUP within this time are the same wish."""
+
+_IGNORED = frozenset(n for n in (signal.SIGTERM,) if signal.getsignal(n) is signal.SIG_IGN)
+"""SIGTERM if it was ignored when this module was imported: Lightning puts a handler in place all the same."""
 
 Handler = Callable[[signal.Signals, FrameType | None], None]
 
@@ -67,7 +71,7 @@ class ExitSignals:
         self.asked_at = 0.0
         self.before: dict[signal.Signals, Any] = {}
         self._terminals = TerminalGuard()
-        self._immune = _is_immune(signal.SIGHUP)
+        self._immune = frozenset(number for number in self._numbers if _is_immune(number))
 
     def install(self, replaces: Callable[[Any], bool] = lambda handler: True) -> list[signal.Signals]:
         """Installs the handlers, and installs them again if other code has replaced them.
@@ -86,7 +90,7 @@ class ExitSignals:
             stands = signal.getsignal(number)
             if stands == self.receive or not replaces(stands):
                 continue
-            if number == signal.SIGHUP and (self._immune or _is_immune(number)):
+            if number in self._immune or _is_immune(number):
                 signal.signal(number, signal.SIG_IGN)
             else:
                 self.before.setdefault(number, stands)
@@ -142,7 +146,7 @@ def ends() -> list[signal.Signals]:
 
 
 def _is_immune(number: int) -> bool:
-    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+    return number != signal.SIGINT and (number in _IGNORED or signal.getsignal(number) is signal.SIG_IGN)
 
 
 def _after_the_first(number: int) -> Any:

@@ -40,12 +40,13 @@ from chaos_lightning.errors import (
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import read_ports, split_endpoint
 from chaos_lightning.machine.fits import Fit
+from chaos_lightning.machine.notice_watch import NoticeWatch
 from chaos_lightning.machine.orphan import watch_parent
 from chaos_lightning.member.calls import users_line
 from chaos_lightning.member.choice import TransferChoice
 from chaos_lightning.member.control_stream import ControlStream
 from chaos_lightning.member.entrance import Entrance, no_replay
-from chaos_lightning.member.hello import hello, listening_address
+from chaos_lightning.member.hello import Asks, hello, listening_address
 from chaos_lightning.member.keeping import Keeping, LoadedCheckpoint
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.losses import Losses
@@ -54,7 +55,7 @@ from chaos_lightning.member.part_hashes import PartHashes
 from chaos_lightning.member.part_moves import HeldParts, PartMoves, PartReader
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.transfer import Transfer
-from chaos_lightning.member.unit_steps import Attempt, UnitsDone, UnitStep, await_commit, run_attempts
+from chaos_lightning.member.unit_steps import MOVES_NOTHING, Attempt, UnitsDone, UnitStep, await_commit, run_attempts
 from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.effects import Committed
@@ -121,6 +122,8 @@ class Engine:
         role: "founder" or "joiner", after `join`; "late" if the job was finished before, and this process has its
             final state.
         resumed: This founder went on from a state that the last member of the job had kept in a file.
+        founders: Members of the view that founded the job, or founded it again, if this one is among them; empty if it
+            came later.
         leaving: This member has asked to leave; training stops when a header lets it go.
         out: A header excluded this member (it left).
     """
@@ -134,6 +137,7 @@ class Engine:
         self.header: Header = GENESIS
         self.role = ""
         self.resumed = False
+        self.founders: tuple[str, ...] = ()
         self.leaving = False
         self.out = False
         logs = log_folder(config.log_dir, config.job, split_endpoint(config.endpoints[0])[1])
@@ -164,6 +168,14 @@ class Engine:
             self._links,
             self._keys,
             self._control.send,
+        )
+        self._notices = NoticeWatch(
+            config.notice_plan,
+            config.name,
+            self.events,
+            self.leave,
+            over=lambda: self.out or self.header.kind is Kind.CLOSING,
+            step_s=lambda: self._made.shell.heartbeat().step_time_s if self._made is not None else 0.0,
         )
         self._made: _Made | None = None
         self._moves: PartMoves | None = None
@@ -241,15 +253,17 @@ class Engine:
         """Sends border tensors to another member; they must not change until they are sent. Any thread."""
         self._loop.call(lambda: self._links.chunk(peer, kind, view, seq, start, payload))
 
-    def attach(self, units: UnitStep, held: HeldParts) -> None:
+    def attach(self, units: UnitStep, held: HeldParts | None = None) -> None:
         """Makes steps run as units of micro-batches. To be called after `prepare` and before `join`.
 
         Args:
             units: This member's part of such steps.
-            held: The parts of the state in this process.
+            held: The parts of the state in this process; None: every member has the whole state.
         """
         shell = self._prepared().shell
         shell.units = units
+        if held is None:
+            return
 
         def tell(loaded: fx.StateLoaded) -> None:
             self._loop.call(lambda: shell.feed(loaded))
@@ -273,6 +287,7 @@ class Engine:
         replay: Replay | None = None,
         loaded: LoadedCheckpoint | None = None,
         pipelines: str = "",
+        batch: str = "",
     ) -> Header:
         """Joins the job: says hello, gets links and a view, and the state if other members have it.
 
@@ -287,6 +302,7 @@ class Engine:
                 from it may replace it (14c).
             pipelines: Request of this member to a job that runs in pipelines (`PipelineRequest.to_json`); "": it holds
                 the whole state.
+            batch: Batch of a step, whoever is there (planning/batch.py, BatchRule); "": each member adds `quota`.
 
         Returns:
             The header that this member's state stands on (GENESIS for a new job).
@@ -312,7 +328,7 @@ class Engine:
             fingerprint={**fingerprint, FIT: str(self._fit.number)},
             layout=made.accumulation.layout,
             no_replay=no_replay(self.config, replay),
-            pipelines=pipelines,
+            asks=Asks(pipelines, batch),
         )
         self._replay, self._loaded = replay, loaded
         if self._moves is not None:
@@ -339,6 +355,8 @@ class Engine:
                 self._mail.pause(pause_s)
         made.accumulation.settle()
         self._tell_of_loss(made.shell.machine.assigning)
+        if self.noticed:  # while it was forgotten who this member was
+            self.leave(self.noticed)
         self._waiting.over(f"this member is rank {self.rank} of {self.world_size}")
         report = self._transfer.report
         self.events.emit(
@@ -389,6 +407,7 @@ class Engine:
         bind = listening_address(self.config)
         check_bind(bind, self._token)
         watch_parent()
+        self._notices.start()
         host_for_engine(self.config, given_up=lambda: self.leaving)
         shell.listen(bind, read_ports(self.config.port))
         self._loop.start()
@@ -419,6 +438,7 @@ class Engine:
         founded = self.header.next_view == NO_VIEW
         known = (self.header.view_change, made.shell.machine.assigning if founded else self.view)
         self.ruling_view = ruling_view(self.header, [v for v in known if v is not None])
+        self.founders = self.ruling_view.ids() if founded and self.ruling_view is not None else ()
         return self.header
 
     def publish(self, header: Header, state: StateAccess) -> None:
@@ -512,7 +532,9 @@ class Engine:
         self._transfer.settle()
         return header
 
-    def step_by_units(self, attempt: Attempt, *, section: int = 0, hyper: str = "", order: str = "") -> Header:
+    def step_by_units(
+        self, attempt: Attempt, *, section: int = 0, hyper: str = "", order: str = "", state_hash: str = ""
+    ) -> Header:
         """Runs a step as units of micro-batches, again after each recovery, and waits for its commit.
 
         Afterwards `.grad` of the parameters that this member owns holds the average, and reduced buffers their mean.
@@ -524,6 +546,7 @@ class Engine:
             section: Index of the optimizer that steps.
             hyper: Hyperparameters in words; compared at the root.
             order: Order of the epoch's samples in words; compared at the root.
+            state_hash: As of `step`, where every member has the whole state.
 
         Raises:
             FencedError, DisagreementError, RestartError, DeadlineError: See errors.py; nothing was applied.
@@ -533,9 +556,18 @@ class Engine:
             Exception: Any error that a unit raised.
         """
         hashes, me = self._hashes, self.member_id
+        words: dict[str, object] = {
+            "name": f"section {section}",
+            "coefficient": 1.0,
+            "hyper": hyper,
+            "order": order,
+        }
         if hashes is None:
-            raise ConfigurationError("there are no units to run; call attach() before join()")
-        words = {"name": f"section {section}", "coefficient": 1.0, "hyper": hyper, "order": order}
+            words["state_hashes"] = (state_hash,) if state_hash else ()
+            units, header = self._by_units(Kind.STEP, attempt, lambda _: words)
+            units.commit(header)
+            self._transfer.settle()
+            return header
 
         def attempted(view: View, seq: int) -> UnitsDone:
             hashes.at(self.header, view, me)  # the state is that of the header now
@@ -579,7 +611,7 @@ class Engine:
         """
         made = self._prepared()
         units = made.shell.units
-        if units is None or self._moves is None:
+        if units is None:
             raise ConfigurationError("there are no units to run; call attach() before join()")
         self._raise_pending()
         self._refuse_unstepped(f"the next {kind}")
@@ -596,7 +628,7 @@ class Engine:
             commit = run_attempts(
                 units,
                 attempt,
-                self._moves,
+                self._moves or MOVES_NOTHING,
                 self._mail,
                 self.header,
                 contribute,
@@ -771,6 +803,18 @@ class Engine:
                 self._loop.call(lambda: shell.feed(fx.LeaveRequested(reason)))
             self._mail.post(giving_up=not self.role)
 
+    def heed(self, signal_name: str) -> None:
+        """Leaves the job because of a signal: at once, or when the setting `notice` says so of this signal. It may wait
+        for that, and takes locks: to be called in a thread of its own.
+        """
+        if not self._notices.heed(signal_name):
+            self.leave(f"signal {signal_name}")
+
+    @property
+    def noticed(self) -> str:
+        """Notice because of which this member leaves, in words; "" if none is due."""
+        return self._notices.reason
+
     def may_go(self) -> bool:
         """Returns whether this leaving member, the only one in its view, was released or has lost its scheduler.
 
@@ -918,7 +962,7 @@ class Engine:
         self.events.emit("rejoin", old_id=self.member_id)
         self._forget()
         whose = {"fingerprint": dict(said.fingerprint), "quota": said.quota, "accumulate": said.accumulate}
-        more = {"replay": self._replay, "loaded": self._loaded, "pipelines": said.pipelines}
+        more = {"replay": self._replay, "loaded": self._loaded, "pipelines": said.pipelines, "batch": said.batch}
         return self.join(**whose, state=state, **more)  # type: ignore[arg-type]
 
     def _forget(self) -> None:
@@ -933,6 +977,7 @@ class Engine:
         if self._moves is not None:
             self._moves.restart()
         self.view = self.ruling_view = None
+        self.founders = ()
         self._closed_under, self._unstepped = None, False
         self.header, self.role, self.out, self.leaving, self.resumed = GENESIS, "", False, False, False
 
@@ -943,6 +988,10 @@ class Engine:
         self._closed = True
         if self._fit is not None and (self.role or self.leaving):  # one that was refused may be tried again
             self._fit.over()
+        self._notices.close(
+            last=self.view is not None and self.view.ids() == (self.member_id,),
+            finished=self.header.kind is Kind.CLOSING,
+        )
         self._control.close()
         self._keeping.close()
         if self._links.port:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 from chaos_lightning.collectives.canonical import plain_name
 from chaos_lightning.collectives.layout import Layout
@@ -103,6 +104,18 @@ def _workers() -> int:
     return max(1, int(text)) if text.isdecimal() else 1
 
 
+class Asks(NamedTuple):
+    """Requests of a member to a job, beyond a batch of its own.
+
+    Attributes:
+        pipelines: Request for pipelines (`PipelineRequest.to_json`); "": it holds the whole state.
+        batch: Batch of a step, whoever is there (planning/batch.py, BatchRule); "": each member adds its own.
+    """
+
+    pipelines: str = ""
+    batch: str = ""
+
+
 def hello(
     config: EngineConfig,
     *,
@@ -112,7 +125,7 @@ def hello(
     fingerprint: Mapping[str, str],
     layout: Layout,
     no_replay: str = "",
-    pipelines: str = "",
+    asks: Asks = Asks(),
 ) -> Hello:
     """Makes a first Hello; its fingerprint has each parameter's type and shape, so that a refusal can name the one that
     differs.
@@ -138,7 +151,8 @@ def hello(
         replay=bounded(no_replay),
         node=(node := os.environ.get("CHAOS_NODE", "")),
         workers=_workers() if node else 1,
-        pipelines=pipelines,
+        pipelines=asks.pipelines,
+        batch=asks.batch,
     )
     try:
         return decode(Hello, encode(made))

@@ -168,8 +168,14 @@ class Shell:
         heartbeat, units = self.machine.heartbeat(), self.units
         if units is None:
             return replace(heartbeat, step_time_s=self.server.pace.usual_s)
-        took = units.step_time(heartbeat.view)
-        return replace(heartbeat, step_time_s=took.step_s, between_s=took.between_s, speed=units.speed)
+        took, view = units.step_time(heartbeat.view), self.machine.view
+        return replace(
+            heartbeat,
+            step_time_s=took.step_s if view is None or view.pipelines else self.server.pace.usual_s,
+            between_s=took.between_s,
+            speed=units.speed,
+            sample_s=units.sample_s,
+        )
 
     # ------------------------------------------------------------------ events
 
@@ -341,7 +347,7 @@ class Shell:
         wanted = self.mailbox.parts
         if wanted is not None and wanted.view.id < view.id:  # what this view lacks was asked for before
             self.mailbox.post(parts=None)
-        if view.pipelines:
+        if view.pipelines or view.batch:
             self.mailbox.post(attempt=(view, seq))
 
     def end_units(self, view: ViewId | None = None) -> None:

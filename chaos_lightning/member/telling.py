@@ -11,10 +11,13 @@ import time
 from collections.abc import Collection, Mapping
 
 from chaos_lightning.machine.units import amount, duration, part
+from chaos_lightning.planning.batch import read_split
 from chaos_lightning.planning.pipelines.units import ViewPipelines
 from chaos_lightning.protocol.types import Progress, View
 
 PROGRESS_EVERY_S = 5.0
+_SHARES_TOLD = 8
+"""Number of members whose shares one line names."""
 _batches_told = False
 """Whether this process has said what becomes of the global batch; it says so once."""
 
@@ -44,14 +47,33 @@ def lines(before: View | None, after: View, me: str, *, carried: bool, replays: 
     place = (new.index(me), len(new)) if me in new else None
     if place and (before is None or me not in old or place != (old.index(me), len(old))):
         said.append(f"I am rank {place[0]} of {place[1]}")
-    return said
+    return [*said, *_split_lines(before, after)]
+
+
+def _split_lines(before: View | None, after: View) -> list[str]:
+    """Returns a line on who does how much of a batch of fixed size, if the members' shares differ from those before."""
+    split = read_split(after.batch, len(after.members))
+    if split is None or (before is not None and before.batch == after.batch and before.ids() == after.ids()):
+        return []
+    samples, rule = split.samples(), split.rule
+    idle = sum(not share for share in samples)
+    most = ", ".join(map(str, samples[:_SHARES_TOLD])) + (", ..." if len(samples) > _SHARES_TOLD else "")
+    line = f"a step takes {rule.samples} samples, whoever is there; by rank: {most}"
+    if idle and rule.units < len(samples):
+        line += f"; {idle} of {len(samples)} members are idle, since a step has {rule.units} units to divide"
+    elif idle:
+        line += f"; {idle} idle, which would hold up the others"
+    return [line]
 
 
 def global_batch(view: View) -> int:
     """Returns the number of samples in a full step of all members of a view.
 
-    With pipelines a step has a number of micro-batches of its own, whoever the members are.
+    With pipelines a step has a number of micro-batches of its own, and a batch of fixed size is what it is, whoever the
+    members are.
     """
+    if (split := read_split(view.batch, len(view.members))) is not None:
+        return split.rule.samples
     if view.pipelines:
         plan = ViewPipelines.from_json(view.pipelines).plan
         return max((m.quota for m in view.members), default=0) * plan.micro_batches
@@ -63,7 +85,7 @@ def batch_line(before: View | None, after: View) -> str:
 
     Each member takes batches of the size that its loader has (protocol.md 10, 25), so that a step has all of theirs.
     """
-    if after.pipelines:
+    if after.pipelines or after.batch:
         return ""
     now = global_batch(after)
     old = before.members if before is not None else [m for m in after.members if m.id not in after.joiners]
@@ -72,7 +94,7 @@ def batch_line(before: View | None, after: View) -> str:
         return ""
     return (
         f"the global batch is the sum of the members' batches, {now} now and {then} before; the learning rate stays as "
-        "the script sets it"
+        "the script sets it. To keep the batch whoever is there: batch=fixed"
     )
 
 

@@ -40,12 +40,16 @@ class UnitStep(Protocol):
     """Interface of a member's part of slots that run as units of micro-batches (pipeline/step.py)."""
 
     @property
-    def borders(self) -> Chunks:
-        """Receiver of frames with border tensors; called in the I/O loop's thread."""
+    def borders(self) -> Chunks | None:
+        """Receiver of frames with border tensors, called in the I/O loop's thread; None: there are no borders."""
 
     @property
     def speed(self) -> float:
         """Relative speed at which this member computes, as in `Heartbeat.speed`; any thread."""
+
+    @property
+    def sample_s(self) -> float:
+        """Median seconds that this member computes for a sample, as in `Heartbeat.sample_s`; any thread."""
 
     def step_time(self, view: ViewId) -> StepTime:
         """Returns the median times of the latest steps under this view's plan; any thread."""
@@ -116,6 +120,20 @@ class MovesParts(Protocol):
         """Pulls missing parts until the deadline (`time.monotonic()`); returns False if the order was superseded before
         all had come.
         """
+
+
+class _MovesNothing:
+    """Stands in for `MovesParts` where every member has the whole state."""
+
+    def serve(self, header: Header, view: View) -> None:
+        """Does nothing: a state is served by `Engine.publish`."""
+
+    def pull(self, wanted: PullParts, deadline: float) -> bool:
+        """Does nothing: nobody lacks a part."""
+        return True
+
+
+MOVES_NOTHING: MovesParts = _MovesNothing()
 
 
 def run_attempts(

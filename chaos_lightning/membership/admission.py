@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from chaos_lightning.errors import PlanError
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
@@ -33,6 +34,7 @@ from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster, member_of
 from chaos_lightning.membership.terms import Terms
+from chaos_lightning.planning.batch import read_rule
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Entered,
@@ -100,6 +102,11 @@ class Admission:
             return
         if hello.pipelines and (words := unreadable(hello.pipelines)):
             self.roster.refuse(conn, hello, f"{hello.name}: {words}", retry=hello.view != NO_VIEW)
+            return
+        try:
+            read_rule(hello.batch)
+        except PlanError as error:
+            self.roster.refuse(conn, hello, f"{hello.name}: {error}", retry=hello.view != NO_VIEW)
             return
         admitted = self.identity.judge(conn, hello)
         if admitted is not None:

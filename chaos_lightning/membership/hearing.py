@@ -53,7 +53,7 @@ class Hearing:
         match message:
             case Heartbeat(view, seq, step, step_time_s):  # the most frequent one
                 peer.seq, peer.step = seq, step
-                peer.tempo = Tempo(step_time_s, message.speed, view, message.between_s)
+                peer.tempo = Tempo(step_time_s, message.speed, view, message.between_s, message.sample_s)
                 self.book.reached = max(self.book.reached, step)
             case Ready():
                 if peer.standing is Standing.LINKING:

@@ -20,7 +20,8 @@ released) and GONE. While ACTIVE it stands on `header` (slot `seq`) in `view` an
   (P4); so a header commits without bytes. It pulls the parts that it owns and lacks. It drops parts that it no longer
   owns with the first header that was closed under such a view (P8). A `Decide` drops a contribution that units of
   micro-batches ran for, and they run again (`Rerun`, P7). A member that a view lets go serves its parts until it is
-  released (P9).
+  released (P9). In a view with a batch of fixed size a `Decide` drops a STEP's contribution, too, since each member has
+  another share of the same samples now (B3).
 - `Prepare(n)` is a promise (8): from then on nothing of a view older than n is looked at, `RangesDone` and headers
   already under way included. `Decide` ends it: redo re-sends the kept contribution under the new view; hand-on first
   fetches the base's bytes if this member lacks them. Until the base is committed here, the old view counts as entered.
@@ -79,9 +80,11 @@ from chaos_lightning.membership.slots import (
     differing,
     follows,
     kind_of,
+    of_one_attempt,
 )
 from chaos_lightning.membership.spreading import Spread, Spreading
 from chaos_lightning.membership.stimuli import MessageDigest
+from chaos_lightning.planning.batch import read_split
 from chaos_lightning.protocol.limits import bounded
 from chaos_lightning.protocol.types import (
     GENESIS,
@@ -395,8 +398,8 @@ class MemberMachine:
             return
         assert contribution.seq == self.seq + 1, f"contribution to slot {contribution.seq}, {self.seq + 1} is open"
         assert self.view is not None
-        if by_units(self.view, contribution) and contribution.view != self._entered_id:
-            words = f"its units ran in view {contribution.view}"
+        if of_one_attempt(self.view, contribution) and contribution.view != self._entered_id:
+            words = f"it was computed in view {contribution.view}"
             self._note("dropped", what="own contribution", seq=contribution.seq, reason=words)
             return
         prev_hash = contribution.prev_hash or self.header.hash
@@ -620,15 +623,15 @@ class MemberMachine:
         self._emit(ToScheduler(self._position()))
         if self.phase is MemberPhase.ACTIVE:
             self._emit(*self.parts.pull(self.header, view))
-        if commit is None and view.pipelines and older != NO_VIEW:
+        if commit is None and (view.pipelines or view.batch) and older != NO_VIEW:
             self._rerun(view)
         self._open_next()
 
     def _rerun(self, view: View) -> None:
-        """Begins the open slot anew: results of pipeline units count only in the attempt in which they were made (P4,
-        P7).
+        """Begins the open slot anew: results of pipeline units, and shares of a batch of fixed size, count only in the
+        attempt in which they were made (P4, P7, B3).
         """
-        if self.contribution is not None and by_units(view, self.contribution):
+        if self.contribution is not None and of_one_attempt(view, self.contribution):
             self.contribution = None
         if self.contribution is None:
             self._emit(Rerun(view, self.seq + 1))
@@ -809,10 +812,11 @@ class MemberMachine:
         self._emit(Ejected(reason, rejoin, over))
 
     def _refuses(self, view: View) -> bool:
-        """Leaves the job, and returns True, if the view's pipelines are unreadable or the view lacks links that they
-        need.
+        """Leaves the job, and returns True, if the view's pipelines or its split of the batch are unreadable, or it
+        lacks links that pipelines need.
         """
         try:
+            read_split(view.batch, len(view.members))
             parts = division(view)
             wrong = parts.apart((link.a, link.b) for link in view.links) if view.pipelines and view.links else ""
         except PlanError as error:

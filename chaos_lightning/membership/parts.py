@@ -31,12 +31,12 @@ def division(view: View) -> Division:
     Raises:
         PlanError: The view's pipelines cannot be read, or name somebody who is no member.
     """
-    return _division(view.pipelines, view.ids())
+    return _division(view.pipelines, view.ids(), bool(view.batch))
 
 
 @lru_cache(maxsize=_VIEWS)
-def _division(text: str, members: tuple[str, ...]) -> Division:
-    return Division(members, ViewPipelines.from_json(text) if text else None)
+def _division(text: str, members: tuple[str, ...], shared: bool) -> Division:
+    return Division(members, ViewPipelines.from_json(text) if text else None, shared=shared)
 
 
 def common(these: Sequence[Span], those: Sequence[Span]) -> tuple[Span, ...]:
@@ -55,6 +55,7 @@ class Division:
     Args:
         members: Ids of the members, in rank order.
         pipelines: Pipelines of the view; None: it has none.
+        shared: Whether the members share the units of a batch of fixed size, each of which counts once (B2).
 
     Raises:
         PlanError: The pipelines name somebody who is no member, or nobody owns a layer.
@@ -65,8 +66,10 @@ class Division:
         names: Name of each part; one name if there are no pipelines.
     """
 
-    def __init__(self, members: tuple[str, ...], pipelines: ViewPipelines | None = None) -> None:
-        self.members, self.pipelines = members, pipelines
+    def __init__(
+        self, members: tuple[str, ...], pipelines: ViewPipelines | None = None, *, shared: bool = False
+    ) -> None:
+        self.members, self.pipelines, self._shared = members, pipelines, shared
         self.names: tuple[str, ...] = ("state",)
         if pipelines is not None:
             if members:  # nobody owns anything once all have parted (P13)
@@ -150,10 +153,11 @@ class Division:
 
     def coverage_error(self, micro_batches: Iterable[Span], given: Mapping[str, Sequence[LayersCovered]]) -> str:
         """Returns in words where members' gradient sums miss or repeat a micro-batch in a layer (P3); "" if they do
-        not.
+        not. Where members share a batch of fixed size, the units count as micro-batches, and the model as one layer.
 
         Args:
             micro_batches: Numbers of the micro-batches that have samples.
             given: Micro-batches and layers that each member's gradient sums cover, by member.
         """
-        return coverage_error(self.layer_count, micro_batches, given) if self.pipelines is not None else ""
+        layers = 1 if self._shared else self.layer_count
+        return coverage_error(layers, micro_batches, given) if layers else ""

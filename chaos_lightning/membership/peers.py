@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from chaos_lightning.planning.batch import FIXED, MEMBER
 from chaos_lightning.planning.pipelines.request import read_request
 from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import (
@@ -69,12 +70,14 @@ class Tempo:
         speed: Speed at which it computes, beside what its request for pipelines foresees.
         view: View that it stood in then.
         between_s: Median time from the last unit of one of these steps to the first unit of the next.
+        sample_s: Median time that it computes for one sample of a batch of fixed size.
     """
 
     step_s: float = 0.0
     speed: float = 0.0
     view: ViewId = NO_VIEW
     between_s: float = 0.0
+    sample_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -182,6 +185,8 @@ class JobTerms:
     fingerprint: tuple[tuple[str, str], ...]
     pipelines: str = ""
     """Pipelines as the hello asks for them; members must agree in the terms of that."""
+    batch: str = ""
+    """Batch of a step, as in the hello."""
 
     @classmethod
     def of(cls, hello: Hello) -> JobTerms:
@@ -191,13 +196,14 @@ class JobTerms:
             accumulate=hello.accumulate,
             fingerprint=hello.fingerprint,
             pipelines=hello.pipelines,
+            batch=hello.batch,
         )
 
     @property
     def digest(self) -> str:
         """Hash of the job's terms: equal for members that run the same program in the same fit."""
         terms = read_request(self.pipelines).terms if self.pipelines else ()
-        words = repr((self.package, self.accumulate, sorted(self.fingerprint), *terms))
+        words = repr((self.package, self.accumulate, sorted(self.fingerprint), *terms, *filter(None, (self.batch,))))
         return hashlib.sha256(words.encode()).hexdigest()
 
 
@@ -217,6 +223,7 @@ def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
     pairs: list[tuple[str, str, str]] = [
         ("package version", hello.package, reference.package),
         ("accumulate", str(hello.accumulate), str(reference.accumulate)),
+        ("batch", _rule_in_words(hello.batch), _rule_in_words(reference.batch)),
     ]
     mine, theirs = dict(hello.fingerprint), dict(reference.fingerprint)
     pairs += [(k, mine.get(k, _MISSING), theirs.get(k, _MISSING)) for k in sorted({*mine, *theirs})]
@@ -240,6 +247,11 @@ def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
     if len(named) > NAMED_DIFFERENCES:
         words.append(f"{len(named) - NAMED_DIFFERENCES} more differ")
     return f"{'; '.join(words)}: start all members with the same script, package and settings"
+
+
+def _rule_in_words(batch: str) -> str:
+    """Returns a batch as it stands in the setting."""
+    return f"{FIXED}:{batch}" if batch else MEMBER
 
 
 def _of_pipelines(given: str, expected: str) -> list[tuple[str, str, str]]:

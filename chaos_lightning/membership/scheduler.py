@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from chaos_lightning.membership import stimuli
@@ -77,6 +78,7 @@ from chaos_lightning.membership.redrawing import Redrawing
 from chaos_lightning.membership.rewiring import Rewiring
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.searching import PipelineSearch
+from chaos_lightning.membership.sharing import Sharing
 from chaos_lightning.membership.showing import Showing
 from chaos_lightning.membership.stimuli import MessageDigest
 from chaos_lightning.membership.terms import Terms
@@ -161,6 +163,7 @@ class SchedulerMachine:
         self.rewiring = Rewiring(desk, book, roster, recovery, graph, topology, detector)
         self.redrawing = Redrawing(desk, graph, topology)
         self.search = PipelineSearch(desk, self.pipelining)
+        self.sharing = Sharing(book, roster)
         self.deaths = Deaths(desk, book, roster, recovery, graph, detector)
         self.learners = Learners(desk, book, roster, graph)
         self.keeper = Keeper(desk, book, roster, graph)
@@ -280,8 +283,12 @@ class SchedulerMachine:
         if self.desk.phase is SchedulerPhase.FOUNDING and self.book.persisting is None:
             assert not self.roster.living(), "somebody holds the state"
 
-    def _change_view(self, latest: View, change: Change, net: Net, found: tuple[str | None, str] | None = None) -> bool:
-        """Asks the store to write a view with this change; `found`: the pipelines to use and the reason for them."""
+    def _change_view(
+        self, latest: View, change: Change, net: Net, found: tuple[str | None, str] | None = None, split: str = ""
+    ) -> bool:
+        """Asks the store to write a view with this change; `found`: the pipelines to use and the reason for them,
+        `split`: another split for the same members.
+        """
         going = tuple(m for m in latest.members if m not in change.members)
         pipelines, why = found or self.pipelining.of(change.members, net.pairs, going)
         if pipelines is None and change.members:
@@ -289,7 +296,8 @@ class SchedulerMachine:
             self.roster.tell(f"{change.reason}: this waits, as no pipelines fit then: {why}", self.roster.members())
             return False
         number = self.roster.next_number()
-        view = changed_view(latest, number, change, self.settings.plan, net, pipelines or latest.pipelines, why)
+        split = split or self.sharing.of(change.members, latest)
+        view = changed_view(latest, number, change, self.settings.plan, net, pipelines or latest.pipelines, why, split)
         return self._write(view, lambda: self._announce(view))
 
     @property
@@ -514,6 +522,7 @@ class SchedulerMachine:
             chain_id=self.book.chain_id,
             state=state,
         )
+        view = replace(view, batch=self.sharing.of(members))
         view = in_pipelines(view, pipelines, self.keeper.holders(ready, base))
         ruling = Ruling(base=base, members=view.ids(), joiners=view.joiners, reason=view.reason)
         if written := self._write(view, lambda: self._decided(view, ruling), base):
@@ -577,11 +586,14 @@ class SchedulerMachine:
         return self._change_view(latest, *change) if change is not None else self._turn_better(latest)
 
     def _turn_better(self, latest: View) -> bool:
-        """Makes a view of the same members with better pipelines, for the next header (P8), unless a member is about to
-        leave.
+        """Makes a view of the same members with better pipelines (P8) or a better split of the batch (B4), for the next
+        header, unless a member is about to leave.
         """
         if any(p.leaving for p in self.roster.members()):
             return False
+        if (split := self.sharing.turn(latest)) is not None:
+            change = Change(members=latest.members, joiners=(), reason=split[1], plan=latest.plan)
+            return self._change_view(latest, change, Net(self.graph.of_view(latest)), split=split[0])
         found = self.search.turn(latest)
         if found is None:
             return False
@@ -802,7 +814,8 @@ class SchedulerMachine:
         out = (f"{m} is put out: {words}, who go on" for m, words in self.rewiring.cut.items())
         why = listed([self.recovery.why, *out], "; ")
         net = self.graph.net([m.id for m in lineup.members])
-        view = recovered_view(latest, self.recovery.number, ruling, self.settings.plan, why, net, lineup)
+        split = self.sharing.of(lineup.members, latest)
+        view = recovered_view(latest, self.recovery.number, ruling, self.settings.plan, why, net, lineup, split)
         view = self.rebuild.begin_chain(view)
         return self._write(view, lambda: self._decided(view, ruling), base, hand_on=ruling.hand_on)
 

@@ -50,6 +50,13 @@ def by_units(view: View, contribution: Contribution) -> bool:
     return bool(view.pipelines) and (contribution.kind is Kind.STEP or bool(contribution.micro_batches))
 
 
+def of_one_attempt(view: View, contribution: Contribution) -> bool:
+    """Returns whether this contribution counts only in the view in which it was made: pipeline units ran for it, or it
+    has the member's share of a batch of fixed size, which is another one in each view (B3).
+    """
+    return by_units(view, contribution) or (bool(view.batch) and contribution.kind is Kind.STEP)
+
+
 def follows(base: Header, last: Header, entered: ViewId) -> bool:
     """Returns whether a member can commit a recovery's base next: it is at the header before, and has the sums if these
     cannot be fetched (P5).

@@ -190,7 +190,14 @@ def _planned(
 
 
 def changed_view(
-    view: View, number: ViewId, change: Change, plan: PlanSpec, net: Net, pipelines: str = "", why: str = ""
+    view: View,
+    number: ViewId,
+    change: Change,
+    plan: PlanSpec,
+    net: Net,
+    pipelines: str = "",
+    why: str = "",
+    batch: str = "",
 ) -> View:
     """Returns the view that results from an intended change.
 
@@ -202,6 +209,7 @@ def changed_view(
         net: Links of the new view's members.
         pipelines: Pipelines of the new view, as text.
         why: Reason of the pipelines in words, if they are others than before.
+        batch: Split of a batch of fixed size among the new view's members.
     """
     plan, reason = (
         (change.plan, change.reason)
@@ -219,14 +227,15 @@ def changed_view(
         links=net.specs([m.id for m in change.members]),
         pipelines=pipelines,
         leaving=tuple(m for m in view.members if m not in change.members) if pipelines else (),
+        batch=batch,
     )
 
 
 def recovered_view(
-    view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str, net: Net, lineup: Lineup
+    view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str, net: Net, lineup: Lineup, batch: str = ""
 ) -> View:
     """Returns the view after a failure: the members of the recovery's ruling in their old rank order, and those whom
-    the pipelines need besides.
+    the pipelines need besides. `batch` is the split of a batch of fixed size among them.
     """
     reason = f"{why}; {ruling.reason}"
     plan, reason = _planned(plan, lineup.members, view.plan, reason, net) if lineup.members else (view.plan, reason)
@@ -241,4 +250,5 @@ def recovered_view(
         links=net.specs([m.id for m in lineup.members]),
         pipelines=lineup.pipelines,
         leaving=lineup.leaving,
+        batch=batch,
     )

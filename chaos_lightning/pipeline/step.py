@@ -131,6 +131,8 @@ class PipelineStep:
         timeout_s: float = EngineConfig.step_timeout_s,
     ) -> None:
         self._root, self._accumulation, self._parts = root, accumulation, parts
+        self.sample_s = 0.0
+        """Not measured: `speed` is."""
         self.borders = exchange
         """Exchange of border tensors; takes their frames (the loop's thread)."""
         self._readiness = _Readiness(parts, accumulation)

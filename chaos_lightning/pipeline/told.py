@@ -29,7 +29,7 @@ from torch import Tensor
 from chaos_lightning.collectives.norms import PartNorm, whole_norm
 from chaos_lightning.errors import StateError, UnsupportedError, WireError
 from chaos_lightning.membership.parts import division
-from chaos_lightning.planning.pipelines.units import MAX_LAYERS
+from chaos_lightning.planning.batch import MOST_SAMPLES
 from chaos_lightning.protocol.types import MAX_PARTS, Header, View
 
 T = TypeVar("T")
@@ -104,8 +104,8 @@ class ToldStep:
         if any(not 0 <= weight < math.inf for _, (_, weight) in found_losses):
             raise WireError("a weight of a loss is no finite number from 0 on")
         _check_numbers((part for part, _ in found_norms), MAX_PARTS, "parts")
-        _check_numbers((j for j, _ in found_losses), MAX_LAYERS, "micro-batches of losses")
-        _check_numbers((j for j, _ in found_extra), MAX_LAYERS, "micro-batches of texts")
+        _check_numbers((j for j, _ in found_losses), MOST_SAMPLES, "micro-batches of losses")
+        _check_numbers((j for j, _ in found_extra), MOST_SAMPLES, "micro-batches of texts")
         return ToldStep(dict(found_norms), dict(found_losses), dict(found_extra), samples)
 
 

@@ -57,7 +57,9 @@ TEXTS: Mapping[str, int] = {
     **dict.fromkeys(_PROCESSES, PROCESS_NBYTES),
     **dict.fromkeys(_PLACES, PLACE_NBYTES),
     **dict.fromkeys((*_REASONS, *_OF_MEMBERS), REASON_NBYTES),
-    **dict.fromkeys(("PackedMembers.texts", "PackedView.pipelines", "Summary.state"), MESSAGE_NBYTES),
+    **dict.fromkeys(
+        ("PackedMembers.texts", "PackedView.pipelines", "PackedView.batch", "Summary.state"), MESSAGE_NBYTES
+    ),
 }
 """Most bytes of these texts, by field or by message and field; of all others TEXT_NBYTES."""
 LISTS: Mapping[str, int] = {
@@ -76,7 +78,7 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
     "latency_s": (0.0, 1e6),
     "rate_bps": (0.0, 1e18),
     "Heartbeat.speed": (0.0, MOST_SPEED),
-    **dict.fromkeys(("Heartbeat.step_time_s", "Heartbeat.between_s"), (0.0, 1e6)),
+    **dict.fromkeys(("Heartbeat.step_time_s", "Heartbeat.between_s", "Heartbeat.sample_s"), (0.0, 1e6)),
 }
 """Least and greatest value of these numbers, by field or by message and field."""
 

@@ -70,6 +70,7 @@ class PackedView:
     pipelines: str
     leaving: PackedMembers | None
     """Members that the view lets go; None if there are none."""
+    batch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ def pack_with(view: View, members: Sequence[Member]) -> PackedView:
         chain=view.chain,
         pipelines=view.pipelines,
         leaving=pack_members(view.leaving) if view.leaving else None,
+        batch=view.batch,
     )
 
 
@@ -188,6 +190,7 @@ def unpack_with(packed: PackedView, members: tuple[Member, ...]) -> View:
         chain=packed.chain,
         pipelines=packed.pipelines,
         leaving=leaving,
+        batch=packed.batch,
     )
     _check_words(packed, first, second, len(ids))
     return view

@@ -150,6 +150,10 @@ class View:
     """Members that the view lets go, which serve their parts until it is settled (protocol.md P9); only with
     pipelines.
     """
+    batch: str = ""
+    """Batch of a step, and each member's share of it, as text (planning/batch.py, Split); "": each member adds a batch
+    of its own.
+    """
 
     def ids(self) -> tuple[str, ...]:
         return self._ids
@@ -361,7 +365,7 @@ class Header:
         return "equal shares in two runs; expected one" if same else ""
 
 
-_ADDED = frozenset({"reduced", "pipelines", "leaving"})
+_ADDED = frozenset({"reduced", "pipelines", "leaving", "batch"})
 """Fields of headers and views that older ones lack: those keep their hashes, by which checkpoints name them."""
 GENESIS = Header(seq=0, kind=Kind.BOUNDARY, step=0, view=NO_VIEW, prev_hash="", next_view=NO_VIEW)
 
@@ -458,6 +462,8 @@ class Hello:
     state."""
     saved: Saved | None = None
     """Newest checkpoint that the member has written; only with pipelines."""
+    batch: str = ""
+    """Batch of a step, as text (planning/batch.py, BatchRule); "": each member adds a batch of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,6 +499,10 @@ class Heartbeat:
     """
     between_s: float = 0.0
     """Median time, s, from the last unit of one of these steps to the first unit of the next; 0: not known."""
+    sample_s: float = 0.0
+    """Median time, s, that the member computes for one sample of a batch of fixed size, without waiting; 0: not
+    known.
+    """
 
 
 @dataclass(frozen=True, slots=True)

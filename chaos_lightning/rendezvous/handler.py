@@ -71,13 +71,13 @@ class ChaosRendezvousHandler(RendezvousHandler):
         self._chain = ""
         """Id of the chain by which the job goes, as its scheduler said last."""
         self._told, self._pause_s = "", _LOOK_INTERVAL_S
-        self._polite = PoliteExit(agent_mark(), options.config.step_timeout_s)
+        self._polite = PoliteExit(agent_mark(), self.patience_s)
         check_bind(options.config.bind, self._secret)
 
     @property
     def patience_s(self) -> float:
-        """Seconds that workers may take to leave."""
-        return self._options.config.step_timeout_s
+        """Seconds that workers may take to leave, with those for which they train on after SIGTERM."""
+        return self._options.config.step_timeout_s + self._options.config.notice_plan.grace_s
 
     def get_backend(self) -> str:
         return BACKEND

@@ -12,8 +12,9 @@ Who waits for a scheduler, at a start or a restart, does so in a thread, and the
 restart that fails counts as a failure of its worker; where no worker was ever started, it ends the command.
 
 At the first SIGINT, SIGTERM, SIGHUP or SIGQUIT all workers are asked to leave the job politely (by SIGINT or SIGTERM,
-the signals that they know), and none is started again; the second one, or patience that is at an end, ends them. The
-exit code is 0 if every worker ended well in the end, else that of the first one that was given up.
+the signals that they know), and none is started again; the second one, or patience that is at an end, ends them. Other
+notices (docs/notices.md) are the workers' own affair: each follows them, leaves, and ends with success. The exit code
+is 0 if every worker ended well in the end, else that of the first one that was given up.
 """
 
 from __future__ import annotations

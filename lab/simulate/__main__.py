@@ -56,7 +56,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=list(FAMILIES),
         help="draw from these plans alone; failing: schedulers and their stores fail; lost: the chain is lost and "
         "rebuilt; sparse: few links, much goes wrong; outer: the members are ranks of a cluster of outer sync; "
-        "pipelines: each member runs some layers (default any; a bug has its own)",
+        "pipelines: each member runs some layers; batch: the batch has a fixed size, and members' shares of it change "
+        "(default any; a bug has its own)",
     )
     parser.add_argument("--list-bugs", action="store_true", help="name the planted bugs and end")
     parser.add_argument("--tell", type=int, metavar="SEED", help="tell the run with this seed line by line")

@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
 from lab.simulate.bugs import BUGS
+from lab.simulate.fixed_hooks import FixedHooks
 from lab.simulate.outer_ranks import OuterHooks
 from lab.simulate.plan import Outcome, Plan
 from lab.simulate.plans.families import FAMILIES
@@ -17,6 +18,10 @@ from lab.simulate.world import Hooks, simulate
 T = TypeVar("T")
 R = TypeVar("R")
 _CHUNK = 25
+_HOOKS: dict[str, type[Hooks]] = {
+    "outer": OuterHooks, "waiting": OuterHooks, "pipelines": StagedHooks, "batch": FixedHooks
+}  # fmt: skip
+"""Hooks of the families whose jobs have classes of their own."""
 
 
 def behaviour(bug: str, family: str = "any") -> tuple[Callable[[int], Plan], Callable[[], Hooks]]:
@@ -27,8 +32,7 @@ def behaviour(bug: str, family: str = "any") -> tuple[Callable[[int], Plan], Cal
         family: Family of plans (plans.FAMILIES), without a bug.
     """
     if not bug:
-        hooks: dict[str, type[Hooks]] = {"outer": OuterHooks, "waiting": OuterHooks, "pipelines": StagedHooks}
-        return FAMILIES[family], hooks.get(family, Hooks)
+        return FAMILIES[family], _HOOKS.get(family, Hooks)
     return BUGS[bug].plan, BUGS[bug].hooks
 
 

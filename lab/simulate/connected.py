@@ -17,6 +17,7 @@ from chaos_lightning.protocol.types import (
     Entered,
     FromMember,
     Header,
+    Heartbeat,
     HeartbeatPace,
     Hello,
     Probe,
@@ -43,8 +44,8 @@ class Trap:
 
     kind: str
     """Kind of effect: "header", "greeting" (to a learner), "contribution", "committed", "entered", "report", "observe",
-    "pull" or "any"; with pipelines also "forward" and "backward": a unit begins; "keeps" and "kept": before and after
-    the process writes its parts down.
+    "pull" or "any"; where slots run in attempts also "forward" and "backward": a unit begins; with pipelines also
+    "keeps" and "kept": before and after the process writes its parts down.
     """
     seq: int
     skip: int
@@ -190,6 +191,7 @@ class Connected(Process):
             **self.machine.knowledge(),
             replay="" if spec.replay else "it was told to join by pause",
             pipelines=asked(self.world.program),
+            batch=self.world.program.batch,
             kept=self.machine.parts.kept,
         )
 
@@ -272,10 +274,14 @@ class Connected(Process):
             self._close_stream()
             self._ask_again(Conversation(answered=not admitted))  # who is in a job knocks ever more seldom
 
+    def heartbeat(self) -> Heartbeat:
+        """Returns the process's next heartbeat."""
+        return self.machine.heartbeat()
+
     def _beat(self, life: int) -> None:
         if life != self.life or self.outcome:
             return
-        self._tell(self.machine.heartbeat())
+        self._tell(self.heartbeat())
         self.feed(fx.Tick())
         self.timer(self._interval_s, lambda: self._beat(life))
 

@@ -101,6 +101,9 @@ class DataPlane:
         self.buffers = [Buffer() for _ in range(self.BUFFERS)]
         self.dropped = NO_VIEW
         self.own: tuple[int, int, set[int]] | None = None
+        """The member's own contribution: its slot, its id, and the ranges of it that are final."""
+        self.own_view: ViewId | None = None
+        """View in whose attempt alone that counts; None: in any at its slot."""
         self._send = send
         self._done = done
         self._early: dict[object, list[Up | Down]] = {}
@@ -140,9 +143,15 @@ class DataPlane:
         if self.attempt is not None and self.attempt.view.id <= view:
             self.attempt.finished = True
 
-    def begin(self, seq: int, uid: int) -> None:
-        """Registers the member's own contribution to a STEP; `ready` reports later which of its ranges are final."""
-        self.own = (seq, uid, set())
+    def begin(self, seq: int, uid: int, view: ViewId | None = None) -> None:
+        """Registers the member's own contribution to a STEP; `ready` reports later which of its ranges are final.
+
+        Args:
+            seq: The slot.
+            uid: Id of the contribution; 0: the member has no gradient.
+            view: View in whose attempt alone it counts (B3); None: it counts in any.
+        """
+        self.own, self.own_view = (seq, uid, set()), view
 
     def ready(self, seq: int, index: int) -> None:
         if self.own is not None and self.own[0] == seq:
@@ -152,6 +161,8 @@ class DataPlane:
     def _contribute(self) -> None:
         attempt = self.attempt
         if attempt is None or attempt.finished or self.own is None or self.own[0] != attempt.seq:
+            return
+        if self.own_view not in (None, attempt.view.id):
             return
         _, uid, ready = self.own
         for index in sorted(ready - attempt.sent):

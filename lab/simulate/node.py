@@ -432,7 +432,7 @@ class Node(Connected):
             buffer = self.plane.buffer(header.seq)
             buffer.head = header.hash
             results = [buffer.done.get(i, frozenset()) for i in range(self.world.program.ranges)]
-            self.state = apply_result(self.state, results)
+            self.state = apply_result(self.state, [oracle.gradients(result) for result in results])
         self.beside(before, header, contributors)
         oracle.committed(self.machine.member_id, self.lineage, before, header, contributors, self.state, results)
         self.header, self.assigning = header, self.machine.assigning

@@ -325,7 +325,7 @@ class Observation(Pull):
     def apply(self, entry: SumEntry) -> None:
         """Applies a step of the log to the state, as a pure function of state and results."""
         if entry.results is not None and self.state is not None:
-            self.state = apply_result(self.state, entry.results)
+            self.state = apply_result(self.state, [self.job.oracle.gradients(result) for result in entry.results])
 
     # ------------------------------------------------------------------ sources
 

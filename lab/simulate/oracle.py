@@ -8,12 +8,12 @@ path of it. Each check names the rule of protocol.md or the contract of docs/arc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from chaos_lightning.planning.ledger import remaining
-from chaos_lightning.protocol.types import GENESIS, Header, Kind, Span, View
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Span, View, ViewId
 from lab.simulate.dataplane import Result
 from lab.simulate.training import Program, State
 
@@ -33,6 +33,10 @@ class Made:
     state: State
     epoch: int
     spans: tuple[Span, ...]
+    view: ViewId = NO_VIEW
+    """View of the attempt in which alone it counts; `NO_VIEW`: in any."""
+    gradients: tuple[int, ...] = ()
+    """Gradients of the units that it sums, if these are told apart."""
 
 
 @dataclass(slots=True)
@@ -42,6 +46,8 @@ class Oracle:
     program: Program
     views: Callable[[], Sequence[View]] = tuple
     """Function that returns the stored chain as it is."""
+    ever: Mapping[ViewId, View] = field(default_factory=dict)
+    """Views that were ever stored, by number."""
     made: dict[int, Made] = field(default_factory=dict)
     votes: dict[tuple[str, int], set[bytes]] = field(default_factory=dict)
     headers: dict[tuple[str, str], Header] = field(default_factory=dict)
@@ -70,6 +76,16 @@ class Oracle:
     ejections: int = 0
 
     # ------------------------------------------------------------------ while the job runs
+
+    def view(self, number: ViewId) -> View:
+        """Returns the view that was stored with this number."""
+        if number not in self.ever:
+            raise Violation(f"view {number} rules, and was never stored (7)")
+        return self.ever[number]
+
+    def gradients(self, result: Result) -> Collection[int]:
+        """Returns what the sum of these contributions consists of: equal sums lead to equal states."""
+        return result
 
     def contributed(self, uid: int, made: Made) -> None:
         self.made[uid] = made
@@ -156,6 +172,10 @@ class Oracle:
             made = self.made.get(uid)
             if made is None or made.seq != header.seq or made.base != header.prev_hash:
                 raise Violation(f"{who}: slot {header.seq} sums a contribution that was made for another: {made} (1)")
+            if made.view not in (NO_VIEW, header.view):
+                raise Violation(
+                    f"{who}: slot {header.seq} of view {header.view} sums what was made in {made.view} (B3)"
+                )
             if made.state != self.states[(lineage, before.hash)]:
                 raise Violation(f"{who}: slot {header.seq} sums a gradient of {made.member} on another state (4a)")
             used += made.spans
@@ -168,9 +188,9 @@ class Oracle:
         if parted and parted != summed:
             raise Violation(f"slot {header.seq} sums {sorted(parted)}, who differ from the others in it (6b)")
         self._check_progress(lineage, before, header)
-        before_left = set(_positions(remaining(before.ledger, "", epoch, self.program.length)))
-        after_left = set(_positions(remaining(header.ledger, "", epoch, self.program.length)))
-        positions = _positions(used)
+        before_left = set(positions_in(remaining(before.ledger, "", epoch, self.program.length)))
+        after_left = set(positions_in(remaining(header.ledger, "", epoch, self.program.length)))
+        positions = positions_in(used)
         if len(positions) != len(set(positions)) or before_left - after_left != set(positions):
             raise Violation(
                 f"slot {header.seq}: its ledger spends {sorted(before_left - after_left)}, its members used "
@@ -185,7 +205,7 @@ class Oracle:
         view = next((v for v in self.views() if str(v.id) == named), None)
         if view is None or header.total_weight:
             return
-        left = len(_positions(self.program.unspent(before.ledger, self.program.epoch(before.ledger))))
+        left = len(positions_in(self.program.unspent(before.ledger, self.program.epoch(before.ledger))))
         there = [m for m in self.contributors[header.hash] if (m, header.seq) not in self.strayed]
         assigned = [m for m in there if view.find(m) is not None]
         if assigned and left >= sum(m.quota for m in view.members):
@@ -242,8 +262,8 @@ class Oracle:
                 before = self.headers[(lineage, chain[seq].prev_hash)].ledger
                 for epoch in range(self.program.epochs):
                     if any(s.epoch == epoch for s in chain[seq].ledger.streams):
-                        left = set(_positions(self.program.unspent(before, epoch)))
-                        now = set(_positions(self.program.unspent(chain[seq].ledger, epoch)))
+                        left = set(positions_in(self.program.unspent(before, epoch)))
+                        now = set(positions_in(self.program.unspent(chain[seq].ledger, epoch)))
                         used.setdefault(epoch, []).extend(left - now)
         for epoch in range(self.program.epochs):
             if sorted(used.get(epoch, [])) != list(range(self.program.length)):
@@ -270,5 +290,6 @@ def check_chain(views: Sequence[View]) -> None:
         seen = {**dict.fromkeys(seen, False), **dict.fromkeys(named, True)}
 
 
-def _positions(spans: Sequence[Span]) -> list[int]:
+def positions_in(spans: Iterable[Span]) -> list[int]:
+    """Returns the positions in these spans, one by one."""
     return [p for start, stop in spans for p in range(start, stop)]

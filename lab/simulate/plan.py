@@ -28,6 +28,12 @@ class NodeSpec:
     """Script that it runs; members must run the same."""
     after: str = ""
     """Name of the process in whose place it is started once that has ended; it offers the file that that one kept."""
+    fits: int = 64
+    """Samples that it computes at once, of a batch of fixed size."""
+    paces: tuple[tuple[float, float], ...] = ()
+    """Pairs (moment in virtual s, factor): from then on it computes its share of a batch of fixed size by this factor
+    slower than usual.
+    """
     parts_at: int = 0
     """Slot from which on its hyperparameters are others than the job's; 0: never."""
 

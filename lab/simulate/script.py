@@ -7,7 +7,8 @@ Theory of operation. A line says one thing; "#" starts a comment. What is not sa
     later j0 at 0.3                              # this one says hello later
     later j1:replay=yes at 0.3                   # and this one offers to come in by replay
     set min_nodes 2                              # any field of Settings with a number
-    program epochs 1                             # any field of Program
+    program epochs 1                             # any field of Program; batch 8/2: with --family batch
+    nodes n3:fits=4,paces=0.5*3+1.2*1            # of such a batch: what it computes at once; slower by 3 from 0.5 s on
     slow n0 n1 0.03                              # messages between these two take up to 30 ms longer
     at 0.30 kill n1                              # kill, leave, drain, stream, stale: a node
     at 0.30 freeze n1 for 0.6                    # also lag NODE, sched-freeze, sched-crash
@@ -30,6 +31,7 @@ from dataclasses import fields, replace
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.spreading import Spread
+from chaos_lightning.planning.batch import read_rule
 from chaos_lightning.protocol.types import PlanSpec, Settings
 from lab.simulate.plan import Fault, NodeSpec, Plan
 from lab.simulate.training import Program
@@ -39,6 +41,11 @@ def _names(words: str) -> tuple[str, ...]:
     return tuple(words.split("+"))
 
 
+def _paces(words: str) -> tuple[tuple[float, float], ...]:
+    pairs = (word.partition("*") for word in words.split("+"))
+    return tuple((float(at), float(pace)) for at, _, pace in pairs)
+
+
 _ALONE = ("sched-freeze", "sched-crash")
 _PAIRS = ("link", "kill-too", "cut", "mute", "mute-one", "flap", "add-link", "remove-link", "ask-add", "ask-remove")
 _ACTIONS = ("kill", "freeze", "busy", "leave", "drain", "stream", "lag", "stale", "split", *_ALONE, *_PAIRS)
@@ -46,6 +53,8 @@ _ACTIONS = ("kill", "freeze", "busy", "leave", "drain", "stream", "lag", "stale"
 _KINDS: dict[str, Callable[[str], object]] = {
     "host": str,
     "quota": int,
+    "fits": int,
+    "paces": _paces,
     "neighbours": _names,
     "replay": lambda value: value == "yes",
 }
@@ -134,7 +143,7 @@ class Script:
             self.nodes.append(NodeSpec(name=name, **values))  # type: ignore[arg-type]
         except TypeError as error:
             raise ConfigurationError(
-                f"node {words!r}: {error}; it may have host, quota and pace, neighbours and replay"
+                f"node {words!r}: {error}; it may have host, quota and pace, neighbours and replay, fits and paces"
             ) from error
         self.starts.append(start)
 
@@ -158,12 +167,15 @@ class Script:
         return Fault(action=action, node=first, other=other, lasts=lasts)
 
 
-def _number(kind: type[Settings] | type[Program], name: str, value: str) -> dict[str, int | float]:
+def _number(kind: type[Settings] | type[Program], name: str, value: str) -> dict[str, int | float | str]:
     default = {f.name: getattr(kind(), f.name) for f in fields(kind)}.get(name)
     if isinstance(default, int):
         return {name: int(value)}
     if isinstance(default, float):
         return {name: float(value)}
+    if name == "batch":
+        read_rule(value)
+        return {name: value}
     raise ConfigurationError(f"{kind.__name__} has no number called {name!r}")
 
 

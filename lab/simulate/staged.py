@@ -2,12 +2,11 @@
 between members.
 
 Theory of operation. The member's machine is the real one. The training thread runs the units that the entered view
-gives it, one after the other, each when its tensor is here; it hands the raw sum of a layer to the plane as soon as its
-last unit of that layer is over, and contributes when all of its units have run and it knows the norms of the sums that
-it has to tell. Rounds of evaluation are forward units. An attempt ends with its view: a Decide drops everything, and
-the units run again once the one under way is over (P7). Parts are pulled one by one from those that hold them at the
-very header (P8). When all leave, each writes its parts down; a process that is started in the place of another one
-offers what that one wrote (P13).
+gives it, one after the other, each when its tensor is here (reruns.py has the attempts); it hands the raw sum of a
+layer to the plane as soon as its last unit of that layer is over, and contributes when all of its units have run and it
+knows the norms of the sums that it has to tell. Rounds of evaluation are forward units. Parts are pulled one by one
+from those that hold them at the very header (P8). When all leave, each writes its parts down; a process that is started
+in the place of another one offers what that one wrote (P13).
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kept, Kind,
 from lab.simulate.dataplane import DataPlane
 from lab.simulate.fabric import Endpoint
 from lab.simulate.job import Job
-from lab.simulate.node import Node
 from lab.simulate.oracle import Violation
 from lab.simulate.part_plane import PartPlane, SumDown, SumUp
 from lab.simulate.plan import NodeSpec
 from lab.simulate.puller import Pull
+from lab.simulate.reruns import AttemptRun, RerunNode
 from lab.simulate.staged_oracle import StagedOracle
 from lab.simulate.staged_training import (
-    Attempt,
     Batch,
     Parts,
     RawSum,
@@ -48,6 +46,7 @@ from lab.simulate.staged_training import (
     weight,
     work_of,
 )
+from lab.simulate.training import Attempt
 
 _ASKS_S = 0.03
 
@@ -62,12 +61,9 @@ class Border:
 
 
 @dataclass(slots=True)
-class Run:
+class Run(AttemptRun):
     """One attempt of the training thread at a step or at a round of evaluation."""
 
-    kind: Kind
-    attempt: Attempt
-    view: View
     batch: Batch
     units: deque[StepUnit]
     all_units: tuple[StepUnit, ...]
@@ -84,7 +80,7 @@ class Run:
     """Whether all units have run, so that the run waits for the sums whose norms the member tells."""
 
 
-class StagedNode(Node):
+class StagedNode(RerunNode[Run]):
     """Simulated training process of a job with pipelines."""
 
     part_plane_class: type[PartPlane] = PartPlane
@@ -97,17 +93,11 @@ class StagedNode(Node):
         self.state = self.live = ()
         self.values: Parts = {}
         """Parts that the process holds at `header`."""
-        self.run: Run | None = None
-        self.last_run: Run | None = None
-        """Last run that began: the present one, or the one before."""
-        self._opened: View | None = None
         self._early: list[Border] = []
         self.file: tuple[Kept, Parts, str] | None = None
         """File that the process wrote when all left: with the values, and their lineage."""
         self._drifted = -1
         """Part whose hash the process has said wrongly in the open step; -1: none."""
-        self._busy_until = 0.0
-        """Moment (virtual s) at which the unit under way is over."""
 
     def _make_plane(self) -> DataPlane:
         made = self.part_plane_class
@@ -124,10 +114,6 @@ class StagedNode(Node):
 
     def held(self) -> tuple[Span, ...]:
         return ()
-
-    @property
-    def me(self) -> str:
-        return self.machine.member_id
 
     # ------------------------------------------------------------------ effects
 
@@ -146,12 +132,6 @@ class StagedNode(Node):
 
     def _apply(self, effect: fx.MemberEffect, phase: MemberPhase) -> None:
         match effect:
-            case fx.OpenAttempt(view, seq):
-                self.world.on_effect(self, effect)
-                self._opened = view
-                self.parts_plane.open(view, seq)
-                self.timer(0.0, self.parts_plane.look)
-                self._go()
             case fx.PullState(header, view, parts) | fx.PullParts(header, view, parts):
                 self.world.on_effect(self, effect)
                 self._replace_pull(PartsPull(self.world, self, header, view, numbers(parts)))
@@ -159,11 +139,12 @@ class StagedNode(Node):
                 self.world.on_effect(self, effect)
                 for part in numbers(parts):
                     self.values.pop(part, None)
-            case fx.Rerun():
-                self.world.on_effect(self, effect)
-                self.run = None
             case _:
                 super()._apply(effect, phase)
+
+    def _open(self, view: View, seq: int) -> None:
+        self.parts_plane.open(view, seq)
+        self.timer(0.0, self.parts_plane.look)
 
     def frame(self, peer: str, payload: object) -> None:
         if self.outcome:
@@ -239,10 +220,6 @@ class StagedNode(Node):
 
     # ------------------------------------------------------------------ the training thread
 
-    def strays(self) -> bool:
-        """Returns False: other members need its tensors, so a leaver trains on until it is let go."""
-        return False
-
     def runs_units(self) -> bool:
         """Returns whether units run in the open slot."""
         kind = self.next_kind()
@@ -252,33 +229,14 @@ class StagedNode(Node):
         """Returns whether the process lacks a part that it owns in this view."""
         return any(p not in self.values for p in numbers(division(view).owned(self.me)))
 
-    def _begin(self) -> None:
-        if self.runs_units():
-            self._go()
-        else:
-            super()._begin()
-
-    def _go(self) -> None:
-        """Begins the units of the open attempt, if all parts that they use are here."""
-        view, header = self._opened, self.header
-        if view is None or not self.training or self.outcome or self.machine.phase is not MemberPhase.ACTIVE:
-            return
-        if self.machine.header is not header or view is not self.machine.view or not self.runs_units():
-            return
-        if self.lacks(view):
-            return
-        attempt = Attempt(view.id, header.seq + 1, header.hash)
-        if self.run is not None and self.run.attempt == attempt:
-            return
-        run = self._new_run(attempt, view)
-        self.run = self.last_run = run
+    def _begun(self, run: Run) -> None:
         closed = {layer for row in run.closes for layer in row}
         for part in sorted(set(run.grads) - closed):
             self.timer(0.0, lambda k=part: self._give(run, k))  # type: ignore[misc]
         for tensor in [b for b in self._early if self.takes(run, b)]:
             run.borders[tensor.key] = tensor.value
-        self._early = [b for b in self._early if (b.attempt.view, b.attempt.seq) > (attempt.view, attempt.seq)]
-        self.timer(max(0.0, self._busy_until - self.kernel.now), lambda: self._next(run))
+        now = (run.attempt.view, run.attempt.seq)
+        self._early = [b for b in self._early if (b.attempt.view, b.attempt.seq) > now]
 
     def _new_run(self, attempt: Attempt, view: View) -> Run:
         kind = self.next_kind()
@@ -345,21 +303,6 @@ class StagedNode(Node):
         lasts = each_s * (unit.end - unit.first) * self.spec.pace * self.kernel.between(0.5, 1.5)
         self._busy_until = self.kernel.now + lasts
         self.timer(lasts, lambda: self._unit_over(run))
-
-    def sprung(self, kind: str) -> bool:
-        """Returns whether a trap of this kind stops the process now."""
-        trap = next((t for t in self.traps if t.kind == kind and self.machine.seq >= t.seq), None)
-        if trap is None:
-            return False
-        if trap.skip > 0:
-            trap.skip -= 1
-            return False
-        self.traps.remove(trap)
-        trap.spring()
-        if self.frozen and self.run is not None:
-            run = self.run
-            self.deliver(lambda: self._next(run))
-        return not self.alive or self.frozen
 
     def _unit_over(self, run: Run) -> None:
         if run is not self.run:
@@ -467,13 +410,6 @@ class StagedNode(Node):
             micro_batches=union((j, j + 1) for j in full),
         )
 
-    def _contribute(self, kind: Kind, view: ViewId = NO_VIEW, **fields: object) -> None:
-        if self.run is not None and kind is self.run.kind and not self.outcome:
-            if self.machine.phase is MemberPhase.ACTIVE and self.run.view is self.machine.view:
-                super()._contribute(kind, view=self.run.attempt.view, **fields)
-            return
-        super()._contribute(kind, view, **fields)
-
     # ------------------------------------------------------------------ committing
 
     def _commit(self, header: Header, contributors: tuple[str, ...]) -> None:
@@ -568,7 +504,6 @@ class StagedNode(Node):
 
     def restart(self) -> None:
         super().restart()
-        self.run = self.last_run = self._opened = None
         self._early = []
 
     def forget(self) -> None:

@@ -16,10 +16,9 @@ from typing import Protocol
 
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.parts import division, numbers
-from chaos_lightning.protocol.types import GENESIS, Header, Kept, Kind, View, ViewId
-from lab.simulate.oracle import Oracle, Violation
+from chaos_lightning.protocol.types import GENESIS, Header, Kept, Kind, ViewId
+from lab.simulate.oracle import Oracle, Violation, positions_in
 from lab.simulate.staged_training import (
-    Attempt,
     Parts,
     batch_of,
     clipping,
@@ -29,6 +28,7 @@ from lab.simulate.staged_training import (
     tensors_of,
     work_of,
 )
+from lab.simulate.training import Attempt
 
 _Key = tuple[str, str]
 
@@ -56,10 +56,6 @@ class StagedOracle(Oracle):
     """Number of parts that moved to another member."""
     members: list[HoldsParts] = field(default_factory=list)
     """Processes of all members."""
-
-    def view(self, number: ViewId) -> View:
-        """Returns the stored view with this number."""
-        return next(v for v in self.views() if v.id == number)
 
     def _key(self, lineage: str, header: Header, view: ViewId) -> _Key:
         return (lineage, header.hash) if header.seq > GENESIS.seq else (lineage, f"{GENESIS.hash} in {view}")
@@ -220,9 +216,9 @@ class StagedOracle(Oracle):
         program, batch = self.program, batch_of(self.program, before.ledger)
         if missing := sorted(self.every - set(base)):
             raise Violation(f"slot {header.seq} is committed, and nobody has ever had parts {missing} (P14)")
-        used = sorted(p for spans in batch.positions for start, stop in spans for p in range(start, stop))
-        left = set(_positions(program.unspent(before.ledger, batch.epoch)))
-        spent = sorted(left - set(_positions(program.unspent(header.ledger, batch.epoch))))
+        used = sorted(p for spans in batch.positions for p in positions_in(spans))
+        left = set(positions_in(program.unspent(before.ledger, batch.epoch)))
+        spent = sorted(left - set(positions_in(program.unspent(header.ledger, batch.epoch))))
         if spent != used or header.total_weight != len(used):
             raise Violation(
                 f"slot {header.seq}: its ledger spends {spent} and it weighs {header.total_weight:g}; the header "
@@ -241,7 +237,3 @@ class StagedOracle(Oracle):
         found = sorted((j, value) for text in header.answers if text for j, value in json.loads(text))
         if found != [(j, due[j]) for j in sorted(due) if j not in batch.empty]:
             raise Violation(f"slot {header.seq}: metrics have counted batches {[j for j, _ in found]} (P17)")
-
-
-def _positions(spans: tuple[tuple[int, int], ...]) -> list[int]:
-    return [p for start, stop in spans for p in range(start, stop)]

@@ -14,8 +14,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chaos_lightning.protocol.types import Header, Kind, Ledger, Span, ViewId
-from lab.simulate.training import Program
+from chaos_lightning.protocol.types import Header, Kind, Ledger, Span
+from lab.simulate.training import Attempt, Program
 
 RawSum = tuple[int, ...]
 """Gradients of one layer, sorted."""
@@ -59,16 +59,6 @@ def work_of(program: Program, before: Header, kind: Kind) -> Batch:
         return batch_of(program, before.ledger)
     count = 1 + before.seq % program.micro_batches
     return Batch(0, tuple(((j, j + 1),) if j < count else () for j in range(program.micro_batches)))
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """Identity of one attempt at a step, by which its tensors are told from others."""
-
-    view: ViewId
-    seq: int
-    base: str
-    """Hash of the header before."""
 
 
 def entering(attempt: Attempt, batch: Batch, micro_batch: int) -> int:

@@ -34,7 +34,7 @@ from chaos_lightning.errors import StoreError, WireError
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.protocol.changes import changed
 from chaos_lightning.protocol.packing import PackedChange
-from chaos_lightning.protocol.types import View
+from chaos_lightning.protocol.types import View, ViewId
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,8 @@ class Store:
         """Entries that were ever written."""
         self.kept: list[ChainEntry] = []
         """Entries that the store holds: the first one may sum up others."""
+        self.ever: dict[ViewId, View] = {}
+        """Views that were ever written, those included that the store has lost since, by number."""
         self.ids = 0
         """Number of chains that began here."""
         self.remote = False
@@ -169,6 +171,8 @@ class Store:
         self.tip = advance(self.tip, entry, replace(self.tip.end, position=self.tip.end.position + 1))
         self.entries.append(entry)
         self.kept.append(entry)
+        if entry.view is not None:
+            self.ever[entry.view.id] = entry.view
         self.on_write(persist)
 
     def _cut(self) -> None:

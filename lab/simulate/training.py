@@ -10,13 +10,13 @@ header asks for one, a CLOSING at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from chaos_lightning.planning.assignment import assign_step
+from chaos_lightning.planning.batch import BatchRule, read_rule
 from chaos_lightning.planning.ledger import is_spent, remaining
-from chaos_lightning.protocol.types import Header, Kind, Ledger, Span, Spent, View
-from lab.simulate.dataplane import Result
+from chaos_lightning.protocol.types import Header, Kind, Ledger, Span, Spent, View, ViewId
 
 State = tuple[int, ...]
 
@@ -40,6 +40,7 @@ class Program:
         on_lost_parts: Way of the job to meet the loss of parts of the state (planning/pipelines/request.py).
         shared: Whether the first and the last layer share a parameter, which is a part of its own.
         evaluates: Whether each collective is a round of evaluation in pipelines.
+        batch: Batch of a step, whoever is there, as a hello names it; "": each member adds a batch of its own.
     """
 
     epochs: int = 2
@@ -56,6 +57,14 @@ class Program:
     on_lost_parts: str = "wait"
     shared: bool = False
     evaluates: bool = False
+    batch: str = ""
+
+    @property
+    def rule(self) -> BatchRule:
+        """Batch of a step, in a job that has one of fixed size."""
+        rule = read_rule(self.batch)
+        assert rule is not None, "each member adds a batch of its own"
+        return rule
 
     @property
     def needed(self) -> int:
@@ -98,13 +107,23 @@ class Program:
         return remaining(ledger, "", epoch, self.length)
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Identity of one attempt at a slot, by which its tensors and sums are told from others."""
+
+    view: ViewId
+    seq: int
+    base: str
+    """Hash of the header before."""
+
+
 def initial_state(program: Program, seed: int) -> State:
     """Returns a process's own initial state, before it joins a job."""
     return tuple(hash((seed, i)) for i in range(program.ranges + 1))
 
 
-def apply_result(state: State, results: Sequence[Result]) -> State:
-    """Returns the state after a step, given the results of all ranges; the buffers are averaged, too."""
+def apply_result(state: State, results: Sequence[Collection[int]]) -> State:
+    """Returns the state after a step, given what was summed in each range; the buffers are averaged, too."""
     new = [hash((old, tuple(sorted(result)))) for old, result in zip(state, results, strict=False)]
     buffers = len(results)
     return (*new, hash((state[buffers], new[0])), *state[buffers + 1 :])

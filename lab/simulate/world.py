@@ -74,7 +74,7 @@ class World:
             self.fabric.block(one, other, float("inf"))
         self.rates = {frozenset((one, other)): rate_bps for one, other, rate_bps in plan.rates}
         self.store = self.hooks.store_class()
-        self.oracle = self.hooks.oracle_class(plan.program, lambda: self.store.views)
+        self.oracle = self.hooks.oracle_class(plan.program, lambda: self.store.views, self.store.ever)
         self.progress = Progress(self)
         self.store.on_write, self.oracle.on_slot = self.progress.wrote, self.progress.committed
         self._counters = _Counters()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from chaos_lightning.errors import LeftJobError
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.notices import NoticePlan
 from chaos_lightning.protocol.types import GENESIS, Header, Kind, Member, View, ViewId
 
 
@@ -30,19 +31,33 @@ class FakeEngine:
     name: str = "a"
     rank: int = 0
     role: str = "founder"
+    member_id: str = "a~1"
+    founders: tuple[str, ...] = ("a~1", "b~1")
+    out: bool = False
     view: View | None = field(default_factory=lambda: view(1, "a", "b"))
     header: Header = GENESIS
     events: EventLog = field(default_factory=lambda: EventLog(None))
     left: list[str] = field(default_factory=list)
-    config: Any = field(default_factory=lambda: SimpleNamespace(endpoint="127.0.0.1:1", token_file="", keys_dir=""))
+    config: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            endpoint="127.0.0.1:1", token_file="", keys_dir="", notice_plan=NoticePlan.read("")
+        )
+    )
     contributed: int = 0
 
     @property
     def world_size(self) -> int:
         return len(self.view.members) if self.view else 1
 
+    @property
+    def ruling_view(self) -> View | None:
+        return self.view
+
     def leave(self, reason: str) -> None:
         self.left.append(reason)
+
+    def heed(self, signal_name: str) -> None:
+        self.left.append(f"followed {signal_name}")
 
     def commit(self) -> None:
         self.header = replace(self.header, seq=self.header.seq + 1, step=self.header.step + 1, kind=Kind.STEP)
@@ -109,7 +124,9 @@ def trainer(engine: FakeEngine | None, *callbacks: Callback, root: str, **option
     return made
 
 
-def fit(made: Trainer, batches: int = 6, *, validate: bool = False, model: Tiny | None = None) -> None:
+def fit(
+    made: Trainer, batches: int = 6, *, validate: bool = False, model: Tiny | None = None, ckpt: str | None = None
+) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*number of training batches.*smaller than the logging interval.*")
@@ -117,7 +134,7 @@ def fit(made: Trainer, batches: int = 6, *, validate: bool = False, model: Tiny 
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
         if not validate:
             made.limit_val_batches = 0
-        made.fit(model or Tiny(), loader(batches), loader(2))
+        made.fit(model or Tiny(), loader(batches), loader(2), ckpt_path=ckpt)
 
 
 def victim(
@@ -187,7 +204,7 @@ def job_member(name: str, port: int, root: str, plan: str, gate: str = "", epoch
     """Runs a real member of a real job with all callbacks, as a process of the test harness."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from chaos_lightning.callbacks import ChaosExit, FaultInjectorCallback, Goodput, LiveView
+    from chaos_lightning.callbacks import ChaosExit, FaultInjectorCallback, LiveView, UsefulTime
     from chaos_lightning.strategies import ChaosStrategy
 
     torch.set_num_threads(1)
@@ -210,7 +227,7 @@ def job_member(name: str, port: int, root: str, plan: str, gate: str = "", epoch
         callbacks=[
             FaultInjectorCallback(plan),
             ChaosExit(),
-            goodput := Goodput(),
+            useful := UsefulTime(),
             LiveView(),
             Gate(2, gate),
             ModelCheckpoint(
@@ -223,4 +240,4 @@ def job_member(name: str, port: int, root: str, plan: str, gate: str = "", epoch
     with warnings.catch_warnings(), contextlib.suppress(LeftJobError):
         warnings.simplefilter("ignore")
         made.fit(Tiny(), DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=8))
-    print(f"{name} ends at step {made.global_step}, goodput {goodput.meter.share:.3f}, {goodput.meter.lost_s}")
+    print(f"{name} ends at step {made.global_step}, useful share {useful.meter.share:.3f}, {useful.meter.lost_s}")

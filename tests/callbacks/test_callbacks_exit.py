@@ -16,6 +16,9 @@ from lightning.pytorch import Callback, Trainer
 
 from chaos_lightning.callbacks import ChaosExit
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.events.events import EventLog, read_events
+from chaos_lightning.machine import notice_watch
+from chaos_lightning.machine.notices import NoticePlan
 from chaos_lightning.testing.harness import Harness
 
 
@@ -97,6 +100,49 @@ def test_a_flag_file_and_a_time_limit_are_exit_events_too(tmp_path: Path) -> Non
     assert settled(engine).left == ["time limit of 60 s"]
 
 
+@pytest.fixture
+def _asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has all sources of notices be asked often."""
+    monkeypatch.setattr(notice_watch, "EVERY_S", dict.fromkeys(notice_watch.EVERY_S, 0.01))
+
+
+@pytest.mark.usefixtures("_asked_often")
+def test_a_notice_is_an_exit_event_too(tmp_path: Path) -> None:
+    engine, flag = FakeEngine(), tmp_path / "leave"
+    engine.events = EventLog(tmp_path / "events.jsonl")
+    fit(trainer(engine, ChaosExit(notice=f"file:{flag}"), At(1, flag.touch), root=str(tmp_path), max_epochs=-1))
+    assert settled(engine).left == [f"file {flag}"]
+    engine.events.close()
+    (taken,) = [r for r in read_events(tmp_path / "events.jsonl") if r.name == "notice_taken"]
+    assert taken["reason"] == f"file {flag}"
+
+
+@pytest.mark.usefixtures("_asked_often")
+def test_without_members_a_notice_stops_training(tmp_path: Path) -> None:
+    made = trainer(None, ChaosExit(notice="deadline:@1"), root=str(tmp_path), max_epochs=-1)
+    fit(made)
+    assert made.should_stop
+
+
+@pytest.mark.usefixtures("_asked_often")
+def test_sigterm_with_a_grace_time_is_followed_as_a_notice(tmp_path: Path) -> None:
+    """SIGTERM comes two hours before the machine is taken: training goes on, here until a file appears."""
+    engine, flag = FakeEngine(), tmp_path / "leave"
+    terms = [At(1, lambda: signal.raise_signal(signal.SIGTERM)), At(30, flag.touch)]
+    made = trainer(engine, ChaosExit(notice=f"sigterm:2h+file:{flag}"), *terms, root=str(tmp_path), max_epochs=-1)
+    fit(made)
+    assert settled(engine).left == [f"file {flag}"]
+    assert made.global_step > 30
+
+
+def test_the_strategys_grace_time_is_respected(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.config.notice_plan = NoticePlan.read("sigterm:30s")
+    sends = At(1, lambda: (signal.raise_signal(signal.SIGTERM), settled(engine)))
+    fit(trainer(engine, ChaosExit(), sends, root=str(tmp_path)))
+    assert engine.left == ["followed SIGTERM"]
+
+
 def test_without_members_training_stops_after_the_step(tmp_path: Path) -> None:
     made = trainer(None, ChaosExit(), At(2, lambda: signal.raise_signal(signal.SIGTERM)), root=str(tmp_path))
     fit(made)
@@ -110,6 +156,8 @@ def test_wrong_arguments_are_named() -> None:
         ChaosExit(signals=["SIGKILL"])
     with pytest.raises(ConfigurationError, match="negative"):
         ChaosExit(after_s=-1)
+    with pytest.raises(ConfigurationError, match="ChaosExit: notice='azure': 'azure' is no source of notices"):
+        ChaosExit(notice="azure")
 
 
 @pytest.mark.slow

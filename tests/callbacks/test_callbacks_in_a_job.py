@@ -88,7 +88,7 @@ def test_deaths_in_every_phase_break_nothing(job: Job, plan: str) -> None:
     assert len(recovered) == deaths
     assert all(r.seconds is not None for r in recovered)
     assert {k: (u.used, u.twice) for k, u in folds.samples(told).items()} == {("", e): (48, ()) for e in range(8)}
-    assert "goodput" in harness.children[survivors[0]].tail()
+    assert "useful share" in harness.children[survivors[0]].tail()
 
 
 @pytest.mark.parametrize("who", [pytest.param("a", marks=pytest.mark.slow), "b"])

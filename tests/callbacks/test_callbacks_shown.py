@@ -1,4 +1,4 @@
-"""Tests Goodput and LiveView: what they log and display, and when they show nothing."""
+"""Tests UsefulTime and LiveView: what they log and display, and when they show nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from callback_support import FakeEngine, fit, trainer, view
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
-from chaos_lightning.callbacks import Goodput, LiveView
-from chaos_lightning.callbacks.goodput import GoodputMeter
+from chaos_lightning.callbacks import Goodput, LiveView, UsefulTime
+from chaos_lightning.callbacks.useful_time import UsefulTimeMeter
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog
 
@@ -42,7 +42,7 @@ class Kept(Logger):
 
 
 def test_meter_books_each_second_on_its_cause() -> None:
-    meter = GoodputMeter()
+    meter = UsefulTimeMeter()
     now = 0.0
     for _ in range(11):
         meter.step(now, ("a", "b"))
@@ -58,23 +58,23 @@ def test_meter_books_each_second_on_its_cause() -> None:
 
 
 def test_meter_does_not_count_pauses_and_goes_on_from_a_state() -> None:
-    meter = GoodputMeter()
+    meter = UsefulTimeMeter()
     meter.step(0.0, ("a",))
     meter.step(1.0, ("a",))
     meter.pause()
     meter.step(100.0, ("a",))
     meter.step(101.0, ("a",))
     assert meter.total_s == pytest.approx(2.0)
-    other = GoodputMeter()
+    other = UsefulTimeMeter()
     other.load(json.loads(json.dumps(meter.state())))
     other.step(500.0, ("a",))
     other.step(501.0, ("a",))
     assert (other.total_s, other.steps) == (pytest.approx(3.0), 3)
-    assert GoodputMeter().share == 1.0
+    assert UsefulTimeMeter().share == 1.0
 
 
-def test_goodput_is_logged_by_rank_0_to_all_loggers(tmp_path: Path) -> None:
-    engine, logger, goodput = FakeEngine(), Kept(), Goodput(every_n_steps=2)
+def test_useful_time_is_logged_by_rank_0_to_all_loggers(tmp_path: Path) -> None:
+    engine, logger, useful = FakeEngine(), Kept(), UsefulTime(every_n_steps=2)
 
     class Dying(Callback):
         def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
@@ -82,17 +82,17 @@ def test_goodput_is_logged_by_rank_0_to_all_loggers(tmp_path: Path) -> None:
                 engine.view = view(2, "a", reason="b~1 died")
 
     times = iter([0.0, 1.0, 2.0, 5.0, 6.0, 7.0])
-    goodput._clock = lambda: next(times)
-    fit(trainer(engine, Dying(), goodput, root=str(tmp_path), logger=logger))
-    rows = [row for _, row in logger.rows if "chaos/goodput" in row]
+    useful._clock = lambda: next(times)
+    fit(trainer(engine, Dying(), useful, root=str(tmp_path), logger=logger))
+    rows = [row for _, row in logger.rows if "chaos/useful_share" in row]
     assert len(rows) == 5  # steps 1, 2, 4, 6, and the end
     assert rows[-1]["chaos/lost_recovery_s"] == pytest.approx(2.0)
-    assert rows[-1]["chaos/goodput"] == pytest.approx(5 / 7)
+    assert rows[-1]["chaos/useful_share"] == pytest.approx(5 / 7)
     assert (rows[0]["chaos/members"], rows[-1]["chaos/members"]) == (2, 1)
 
 
-def test_goodput_tells_a_leave_by_the_header_that_carried_it(tmp_path: Path) -> None:
-    engine, goodput = FakeEngine(), Goodput()
+def test_useful_time_tells_a_leave_by_the_header_that_carried_it(tmp_path: Path) -> None:
+    engine, useful = FakeEngine(), UsefulTime()
 
     class Leaving(Callback):
         def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
@@ -101,23 +101,35 @@ def test_goodput_tells_a_leave_by_the_header_that_carried_it(tmp_path: Path) -> 
                 engine.header = replace(engine.header, view_change=engine.view)
 
     times = iter([0.0, 1.0, 2.0, 5.0, 6.0, 7.0])
-    goodput._clock = lambda: next(times)
-    fit(trainer(engine, Leaving(), goodput, root=str(tmp_path)))
-    assert goodput.meter.lost_s == pytest.approx({"join": 0.0, "recovery": 0.0, "leave": 2.0})
+    useful._clock = lambda: next(times)
+    fit(trainer(engine, Leaving(), useful, root=str(tmp_path)))
+    assert useful.meter.lost_s == pytest.approx({"join": 0.0, "recovery": 0.0, "leave": 2.0})
 
 
-def test_goodput_counts_optimizer_steps_not_batches(tmp_path: Path) -> None:
-    goodput = Goodput()
-    fit(trainer(None, goodput, root=str(tmp_path), accumulate_grad_batches=3), batches=6)
-    assert goodput.meter.steps == 1  # two steps, one interval
+def test_useful_time_counts_optimizer_steps_not_batches(tmp_path: Path) -> None:
+    useful = UsefulTime()
+    fit(trainer(None, useful, root=str(tmp_path), accumulate_grad_batches=3), batches=6)
+    assert useful.meter.steps == 1  # two steps, one interval
 
 
-def test_goodput_state_survives_a_checkpoint(tmp_path: Path) -> None:
-    goodput = Goodput()
-    fit(trainer(FakeEngine(), goodput, root=str(tmp_path)))
-    again = Goodput()
-    again.load_state_dict(goodput.state_dict())
-    assert again.meter.steps == goodput.meter.steps == 5
+def test_useful_time_state_survives_a_checkpoint(tmp_path: Path) -> None:
+    useful = UsefulTime()
+    fit(trainer(FakeEngine(), useful, root=str(tmp_path)))
+    again = UsefulTime()
+    again.load_state_dict(useful.state_dict())
+    assert again.meter.steps == useful.meter.steps == 5
+
+
+def test_the_old_name_warns_and_logs_as_before(tmp_path: Path) -> None:
+    logger = Kept()
+    with pytest.warns(FutureWarning, match="another name, UsefulTime"):
+        named = Goodput(every_n_steps=1, prefix="job/")
+    fit(trainer(FakeEngine(), named, root=str(tmp_path), logger=logger))
+    assert [row["job/goodput"] for _, row in logger.rows if "job/goodput" in row][-1] == 1.0
+    again = UsefulTime()
+    assert again.state_key == named.state_key, "a checkpoint of the old name goes on under the new one"
+    again.load_state_dict(named.state_dict())
+    assert again.meter.steps == named.meter.steps == 5
 
 
 def test_live_view_is_silent_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +189,7 @@ def test_live_view_asks_the_scheduler_if_there_are_no_logs(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Goodput(every_n_steps=-1), lambda: LiveView(interval_s=0)], ids=["goodput", "live"]
+    "make", [lambda: UsefulTime(every_n_steps=-1), lambda: LiveView(interval_s=0)], ids=["useful time", "live"]
 )
 def test_wrong_arguments_are_named(make: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected"):

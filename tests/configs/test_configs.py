@@ -137,13 +137,13 @@ def test_fault_plan_on_the_command_line(override: str) -> None:
 def test_callback_choices_extend_the_default() -> None:
     assert list(composed("callbacks=none").callbacks) == []
     default = list(composed().callbacks)
-    for name in ("faults", "live"):
+    for name in ("faults", "live", "on_change"):
         assert list(composed(f"callbacks={name}").callbacks) == [*default, name]
     made = [instantiate(c, _convert_="all") for c in composed("callbacks=live").callbacks.values()]
-    assert [type(c).__name__ for c in made] == ["Goodput", "ChaosExit", "LiveView"]
+    assert [type(c).__name__ for c in made] == ["UsefulTime", "ChaosExit", "LiveView"]
 
 
-@pytest.mark.parametrize("choice", ["faults", "live"])
+@pytest.mark.parametrize("choice", ["faults", "live", "on_change"])
 def test_callback_files_name_every_argument(choice: str) -> None:
     for node in nodes(OmegaConf.to_container(composed(f"callbacks={choice}").callbacks)):
         assert set(node) - SPECIAL == set(parameters(get_class(node["_target_"]))), node["_target_"]

@@ -70,6 +70,7 @@ def other(made: Setting) -> Any:
         "device_memory": "8 GiB",
         "profile": str(PAGE),
         "on_lost_parts": "end",
+        "notice": "aws",
     }
     if made.name in special:
         return special[made.name]

@@ -15,8 +15,8 @@ class StepJob(Job):
     layers.
     """
 
-    def __init__(self, make, names, *, micro_batches, seed=5, least=1):
-        self.micro_batches = micro_batches
+    def __init__(self, make, names, *, micro_batches, micro_batch=0, seed=5, least=1):
+        self.micro_batches, self.micro_batch = micro_batches, micro_batch
         super().__init__(make, names, seed=seed, least=least)
 
     def enter(self, name: str) -> Member:
@@ -27,6 +27,7 @@ class StepJob(Job):
             seed=self.seed,
             source=Source(self, member.id, name),
             micro_batches=self.micro_batches,
+            micro_batch=self.micro_batch,
             least=self.least,
         )
         self.loaders[member.id] = loader

@@ -293,9 +293,45 @@ def test_slurm_runs_the_batch_script(slurm: dict[str, str], terminals: Terminals
         return {r.node for r in terminals.harness.records if r.name == "joined"}
 
     terminals.harness.wait_until(lambda: len(joined()) == 2, "two tasks")
+    terminals.harness.wait_for("notice", lambda r: "end of Slurm job" in r["text"])
     more = block("docs/recipes/slurm.md", "sbatch --nodes=4").replace("--nodes=4", "--nodes=1 --ntasks=1")
     host = socket.gethostname().partition(".")[0]
     bash(more.replace("node17:29400", f"{host}:{port}"), folder, installed.environment(folder) | env)
     terminals.harness.wait_until(lambda: len(joined()) == 3, "the task of the second job")
     step = max(int(r["step"]) for r in terminals.harness.records if r.name == "committed")
     terminals.harness.wait_step(step + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_slurm_job_whose_time_is_up_leaves_in_time_and_is_queued_again(
+    slurm: dict[str, str], terminals: Terminals
+) -> None:
+    """The batch script has a time limit of a minute and asks to be queued again: its member leaves before, keeps the
+    state, and then Slurm restarts the job.
+    """
+    folder, installed, port = terminals.folder, terminals.installed, free_port()
+    script = block("docs/recipes/slurm.md", "#!/bin/bash")
+    for given, wanted in (
+        ("--nodes=2", "--nodes=1"),
+        ("--time=08:00:00", "--time=00:01:00"),
+        ("--no-requeue", "--requeue"),
+        ("CHAOS_NOTICE=slurm\n", "CHAOS_NOTICE=slurm:requeue+lead:30s\n"),
+    ):
+        assert given in script
+        script = script.replace(given, wanted)
+    (folder / "train.sbatch").write_text(here(script, port))
+    env = {**slurm, "CHAOS_LOG_DIR": str(terminals.harness.logs)}
+    installed.run(block("docs/recipes/slurm.md", "(umask 077"), folder)
+    environment = installed.environment(folder) | env
+    said = bash("sbatch train.sbatch", folder, {k: v for k, v in environment.items() if k != "CHAOS_ENDPOINT"})
+    job = said.split()[-1]
+    taken = terminals.harness.wait_for("notice_taken", deadline_s=120.0)
+    assert taken["reason"].startswith(f"end of Slurm job {job}, in ")
+    terminals.harness.wait_for("kept")
+
+    def restarts() -> bool:
+        shown = ["scontrol", "show", "job", job]
+        return "Restarts=1" in subprocess.run(shown, env=os.environ | slurm, capture_output=True, text=True).stdout
+
+    until(restarts, "the restart of the job", 60.0)

@@ -1,4 +1,6 @@
-"""Provides the scheduler of a job with pipelines, and members whose messages a test chooses."""
+"""Provides the scheduler of a job with pipelines, or with a batch of fixed size, and members whose messages a test
+chooses.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +46,7 @@ class Talk:
         asks: Callable[[str], str] | None = None,
         pipeliner_for: PipelinerFactory | None = None,
         workers: int = 1,
+        batch: str = "",
     ) -> None:
         self.place = {"node": "rack", "workers": workers} if workers > 1 else {}
         """Node of each member: workers of one found a job together."""
@@ -52,6 +55,8 @@ class Talk:
         self.machine = SchedulerMachine(settings, fx.Chain(1, NO_VIEW, id="c"), made)
         self.asks = asks or (lambda name: asked(program))
         """Request of each member for pipelines."""
+        self.batch = batch
+        """Batch of a step that all members name."""
         self.notes: list[dict[str, Any]] = []
         self.searches: list[fx.SearchPipelines] = []
         self.done: list[fx.SchedulerDone] = []
@@ -59,6 +64,8 @@ class Talk:
         """Speed that each member reports in heartbeats, by name."""
         self.steps: dict[str, tuple[float, float]] = {}
         """(seconds of a step, seconds between units of two steps) that each member reports in heartbeats, by name."""
+        self.sample_s: dict[str, float] = {}
+        """Seconds for a sample that each member reports in heartbeats, by name."""
         self.now = 0.0
         self.conns: dict[str, int] = {}
         self.ids: dict[str, str] = {}
@@ -104,7 +111,7 @@ class Talk:
                 view = self.machine.book.latest
                 stands, speed = view.id if view is not None else NO_VIEW, self.speeds.get(name, 0.0)
                 step_s, between_s = self.steps.get(name, (0.0, 0.0))
-                told = {"speed": speed, "between_s": between_s}
+                told = {"speed": speed, "between_s": between_s, "sample_s": self.sample_s.get(name, 0.0)}
                 self.say(name, Heartbeat(stands, self.head.seq, self.head.step, step_s, **told))
             self.feed(fx.SchedulerTick())
 
@@ -130,7 +137,8 @@ class Talk:
             "quota": 1,
             "accumulate": 1,
         }
-        values |= {"package": "0", "fingerprint": (), "pipelines": self.asks(name)} | self.place | more
+        values |= {"package": "0", "fingerprint": (), "pipelines": self.asks(name), "batch": self.batch}
+        values |= self.place | more
         self.feed(fx.Opened(conn))
         self.say(name, Hello("default", name, f"host-{name}", **values))
         return conn

@@ -64,6 +64,11 @@ def make(endpoint: str, **conf: str) -> ChaosRendezvousHandler:
     return made
 
 
+def test_workers_may_train_on_after_sigterm_before_an_agent_loses_patience(endpoint: str) -> None:
+    assert make(endpoint, step_timeout_s="60").patience_s == 60.0
+    assert make(endpoint, step_timeout_s="60", notice="sigterm:10m").patience_s == 660.0
+
+
 def test_each_agent_is_a_world_of_its_own(endpoint: str, started: list[HostedScheduler]) -> None:
     made = make(endpoint, node="n")
     assert made.get_backend() == "chaos"

@@ -13,6 +13,7 @@ import pytest
 from chaos_lightning.control.hosting import options_for_engine
 from chaos_lightning.control.options import MEMORY
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.machine.process_table import process_began
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.rendezvous.options import RendezvousOptions, candidates, read_options
 from chaos_lightning.settings import EngineConfig
@@ -52,6 +53,18 @@ def test_defaults_reach_the_worker() -> None:
 )
 def test_endpoints(endpoint: str, expected: str) -> None:
     assert read(endpoint=endpoint).config.endpoint == expected
+
+
+def test_workers_get_notices_whose_times_and_paths_do_not_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline counts from the start of the agent, and not again from each restart of a worker."""
+    monkeypatch.chdir(tmp_path)
+    options = read({"notice": "deadline:8h+file:leave+aws:http://127.0.0.1:8"})
+    told = options.environment()["CHAOS_NOTICE"]
+    at = worker_config(options).notice_plan.sources["deadline"]
+    assert told == f"deadline:{at}+file:{tmp_path / 'leave'}+aws:http://127.0.0.1:8"
+    assert float(at.removeprefix("@")) == pytest.approx(process_began() + 28800.0, abs=0.5)
+    with pytest.raises(ConfigurationError, match="--rdzv-conf notice='azure': 'azure' is no source of notices"):
+        read({"notice": "azure"})
 
 
 @pytest.mark.parametrize(("run_id", "job"), [("none", "default"), ("", "default"), ("my-job.1", "my-job.1")])

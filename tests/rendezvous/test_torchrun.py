@@ -408,6 +408,31 @@ def test_a_worker_whose_donors_all_die_is_restarted_and_begins_anew(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("program", [(TORCHRUN,), RUN])
+def test_workers_of_a_machine_that_will_be_taken_leave_and_the_agent_ends_well(
+    training: Training, torchrun: Callable[..., Torchrun], program: Sequence[str]
+) -> None:
+    """A notice comes for a node with two workers: both leave and say why, the last one keeps the state, none is started
+    again, and the agent ends with success.
+    """
+    flag = training.harness.directory / "taken"
+    conf, script = f"node=one,notice=file:{flag}", json.dumps({"epochs": 1000})
+    one = torchrun(
+        "--nproc-per-node=2", "--max-restarts=3", conf=conf, script=script, worker="training_worker.py", program=program
+    )
+    training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2)
+    flag.touch()
+    ends = [one.wait("done", count=count) for count in (1, 2)]
+    assert one.wait_ended() == 0
+    assert {end["restarts"] for end in ends} == {0}
+    for node in ("one-0", "one-1"):
+        assert training.harness.wait_for("notice_taken", node=node)["reason"] == f"file {flag}"
+    assert training.harness.wait_for("kept")["step"] == max(end["step"] for end in ends)
+    assert f"leaves the job after the present step: file {flag}" in "".join(one.noise)
+    training.harness.audit()
+
+
+@pytest.mark.slow
 def test_a_standby_agent_trains_once_a_place_is_free(training: Training) -> None:
     """Three agents share two places: the third one's worker waits until the second one leaves, then trains to the
     end with the first.

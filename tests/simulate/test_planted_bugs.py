@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from simulate_support import BOUND, showing
 
-from lab.simulate.bugs import BUGS, learners, links, members, schedulers, staged
+from lab.simulate.bugs import BUGS, fixed, learners, links, members, schedulers, staged
 from lab.simulate.world import Hooks, simulate
 
 STARRED = {"1", "2", "3", "4", "4a", "7", "8", "9", "10", "12", "12a", "12b", "14a", "15", "19", "25", "28", "31"}
 STARRED |= {f"P{number}" for number in range(1, 18)} - {"P16"}  # randomness: tests/pipeline/test_randomness.py
+STARRED |= {"B1", "B2", "B3", "B4"}
 LONG = {"7-reissued", "links-own-ways", "1-mixed"}
 """Bugs that take many seeds to be found."""
 
@@ -36,7 +37,7 @@ def test_without_the_bug_the_same_jobs_are_well(name: str) -> None:
         assert outcome.violation == "", f"seed {seed}"
 
 
-@pytest.mark.parametrize("module", [members, learners, links, schedulers, staged])
+@pytest.mark.parametrize("module", [members, learners, links, schedulers, staged, fixed])
 def test_each_planted_behaviour_replaces_one_that_is_there(module: object) -> None:
     """Each method of a planted bug overrides an existing one; it would plant nothing if that was renamed in the
     product.
@@ -88,6 +89,15 @@ def test_the_table_of_rules_of_pipelines_names_what_there_is() -> None:
         ("P13-hasty", "begins again from nothing"),
         ("P14-copies", "and they are others'"),
         ("P17-counting-unchecked", "metrics have counted"),
+        ("B1-own-order", "not that of one process"),
+        ("B1-number", "one process uses"),
+        ("B2-left-out", "in the sum of no member"),
+        ("B2-unchecked", "one process uses"),
+        ("B3-sums", "sums what was made in"),
+        ("B3-buffers", "on another state"),
+        ("B4-own-split", "in the sum"),
+        ("B4-restless", "divides the batch anew"),
+        ("B4-unstored", "stored is"),
     ],
 )
 def test_bug_does_the_harm_that_its_rule_prevents(name: str, words: str) -> None:

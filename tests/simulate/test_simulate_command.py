@@ -58,6 +58,18 @@ def test_scenario_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert out.splitlines()[-1].endswith("all is well")
 
 
+def test_scenario_of_a_fixed_batch_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "scenario.txt"
+    path.write_text(
+        "program batch 12/2\nprogram work_s 0.06\nprogram length 480\nprogram epochs 1\n"
+        "nodes n0 n1:fits=4,paces=0.0*3+2.0*1\nat 0.5 freeze n1 for 0.1\n"
+    )
+    assert main(["--family", "batch", "--scenario", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"samples of a step by measured speed: n\d~1 \d+, n\d~2 \d+", out)
+    assert out.splitlines()[-1].endswith("all is well")
+
+
 def test_seed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tell", "3"]) == 0
     assert "commits 1 " in capsys.readouterr().out
@@ -70,6 +82,7 @@ def test_seed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         ("nodes n0\nat 0.2 kill n9", "no node 'n9'"),
         ("nodes n0:colour=3", "host, quota and pace"),
         ("nodes n0\nset colour 3", "no number called 'colour'"),
+        ("program batch 12/5\nnodes n0", "line 1: batch '12/5' is no rule"),
         ("seed x\nnodes n0", "line 1"),
         ("fly", "no such line"),
         ("seed 1", "needs nodes"),

@@ -46,6 +46,7 @@ class EngineDouble:
         self.view: View | None = None
         self.ruling_view: View | None = None
         self.contributors: tuple[str, ...] = ()
+        self.founders: tuple[str, ...] = ()
         self.header = GENESIS
         self.role, self.saved_by = "", "the others save"
         self.leaving = self.out = self.closed = self.resumed = False
@@ -98,7 +99,7 @@ class EngineDouble:
         self.member_id = f"{self.name}~{len(self.log)}"
         me = Member(self.member_id, self.name, "here", "127.0.0.1", 1, quota=quota)
         self.view = self.ruling_view = View(ViewId(1, 1), NO_VIEW, (me,), accumulate=accumulate)
-        self.role = "founder"
+        self.role, self.founders = "founder", (self.member_id,)
         self._keep(state)
         return self.header
 
@@ -174,6 +175,9 @@ class EngineDouble:
     def leave(self, reason: str) -> None:
         self.leaving = True
 
+    def heed(self, signal_name: str) -> None:
+        self.leave(f"signal {signal_name}")
+
     def may_go(self) -> bool:
         return True
 
@@ -196,7 +200,7 @@ class EngineDouble:
         again = Member(self.member_id, me.name, me.host, me.address, me.port, quota=me.quota)
         number = ViewId(1, self.view.id.number + 1)
         self.view = self.ruling_view = View(number, NO_VIEW, (again,), accumulate=self.view.accumulate)
-        self.header, self.role = GENESIS, "joiner"
+        self.header, self.role, self.founders = GENESIS, "joiner", ()
         manifest = decode_manifest(self._manifest, dict(self._tensors))
         state.prepare(manifest, None)
         kept = dict(self._tensors)

@@ -42,6 +42,7 @@ class SessionDouble:
         self.base = VersionId()
         self.progress = JobProgress()
         self.over = ""
+        self.leaving = False
         self.at_risk = 3
         self.clusters = 1
         self.versions: list[list[Tensor]] = []
@@ -130,6 +131,7 @@ class SessionDouble:
 
     def leave(self) -> None:
         self.calls.append("leave")
+        self.leaving = True
 
     def close(self) -> None:
         self.calls.append("close")

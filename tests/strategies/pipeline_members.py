@@ -17,10 +17,11 @@ from strategy_members import Gates
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from chaos_lightning.callbacks import CheckpointOnChange
 from chaos_lightning.member.part_moves import PartMoves
 from chaos_lightning.membership.parts import REST
 from chaos_lightning.pipeline.absent import is_absent
-from chaos_lightning.strategies import ChaosPipelineStrategy
+from chaos_lightning.strategies import ChaosPipelineStrategy, ChaosStrategy
 
 WIDTH, CLASSES = 16, 8
 
@@ -203,6 +204,8 @@ def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], *
     data = DataLoader(digits(spec.get("samples", 96)), batch_size=spec.get("batch", 4), shuffle=False)
     if "saves" in spec:
         callbacks.append(ModelCheckpoint(spec["saves"], "{step}", every_n_train_steps=3, save_top_k=-1))
+    if "saves_changes" in spec:
+        callbacks.append(CheckpointOnChange(spec["saves_changes"], keep=0))
     if "saves_last" in spec:
         callbacks.append(Last(spec["saves_last"]))
     held_out = DataLoader(digits(spec.get("validation", 0), 9), batch_size=4)
@@ -212,7 +215,7 @@ def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], *
         max_epochs=spec.get("epochs", 2),
         callbacks=[rows, *callbacks],
         enable_progress_bar=False,
-        enable_checkpointing="saves" in spec,
+        enable_checkpointing="saves" in spec or "saves_changes" in spec,
         enable_model_summary=False,
         logger=False,
         log_every_n_steps=1,
@@ -240,30 +243,37 @@ def let_rest_wait(path: Path) -> None:
 
 
 def member(spec: dict[str, Any]) -> None:
-    """Runs one member of a job with pipelines.
+    """Runs one member of a job with pipelines; or, without `micro_batches`, of one in which all have the whole model.
 
     Args:
         spec: name, port, out (folder of the report); min_nodes, micro_batches, device_memory, policy, model (arguments
             of `Tower`), samples, batch, epochs, precision, gates, dies (at a step, in the unit of this number, 1: as
             it runs out of memory), slows (from a step on each block takes so many times its pause_s), validation
-            (samples), saves (folder of checkpoints), saves_last (a checkpoint at the end), ckpt_path, paced_s (after
-            each step), dry_run, kind (a class of this module instead of `Tower`), rest_waits (path of a file without
-            which it pulls no rest of the state).
+            (samples), saves (folder of checkpoints), saves_changes (folder of those at changes of the members),
+            saves_last (a checkpoint at the end), ckpt_path, paced_s (after each step), dry_run, kind (a class of this
+            module instead of `Tower`), rest_waits (path of a file without which it pulls no rest of the state).
     """
     quiet()
     if "rest_waits" in spec:
         let_rest_wait(Path(spec["rest_waits"]))
-    strategy = ChaosPipelineStrategy(
-        micro_batches=spec["micro_batches"],
-        policy=spec.get("policy"),
-        dry_run=spec.get("dry_run"),
-        device_memory=spec.get("device_memory"),
-        endpoint=f"127.0.0.1:{spec['port']}",
-        name=spec["name"],
-        min_nodes=spec.get("min_nodes"),
-        log_dir=os.environ["CHAOS_LOG_DIR"],
-        options={"join_timeout_s": 40.0, "step_timeout_s": 40.0, **spec.get("options", {})},
-    )
+    common = {
+        "endpoint": f"127.0.0.1:{spec['port']}",
+        "name": spec["name"],
+        "min_nodes": spec.get("min_nodes"),
+        "log_dir": os.environ["CHAOS_LOG_DIR"],
+        "options": {"join_timeout_s": 40.0, "step_timeout_s": 40.0, **spec.get("options", {})},
+    }
+    strategy: Any
+    if "micro_batches" in spec:
+        strategy = ChaosPipelineStrategy(
+            micro_batches=spec["micro_batches"],
+            policy=spec.get("policy"),
+            dry_run=spec.get("dry_run"),
+            device_memory=spec.get("device_memory"),
+            **common,
+        )
+    else:
+        strategy = ChaosStrategy(**common)
     gates = Gates(spec.get("gates", {}), spec.get("worlds", {}), "", {})
     module, rows = trained(strategy, spec, [gates])
     found = {n: p.detach().clone() for n, p in module.named_parameters() if not is_absent(p)}

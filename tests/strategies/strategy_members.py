@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler
 
-from chaos_lightning.callbacks import FaultInjectorCallback
+from chaos_lightning.callbacks import CheckpointOnChange, FaultInjectorCallback
 from chaos_lightning.errors import LeftJobError
 from chaos_lightning.member import engine as engine_module
 from chaos_lightning.member.engine import Engine
@@ -200,7 +200,7 @@ def member(spec: dict[str, Any]) -> None:
         spec: name, port, out (folder of the report); samples, batch, val_samples, val_batch, val_loaders, epochs,
             gates, batches, by_rank (validation data are), evaluates (before fit, on as many data and by rank),
             model, model_args, trainer, options, data,
-            callbacks ("checkpoint", "steps", "stopping", "spikes", "log", "boards": to TensorBoard, too),
+            callbacks ("checkpoint", "steps", "on_change", "stopping", "spikes", "log", "boards": to TensorBoard, too),
             every_n_train_steps and ckpt_dir (of "steps"), plan (of faults),
             leaves_at (within this step), elsewhere (than the scheduler, as far as its place goes),
             dies_writing ("half", "whole"), room (for so many checkpoints; then the disk is full, and the report is what
@@ -232,6 +232,8 @@ def member(spec: dict[str, Any]) -> None:
         each = spec.get("every_n_train_steps", 5)
         where = out / spec.get("ckpt_dir", "ckpt")
         callbacks.append(ModelCheckpoint(dirpath=where, filename="{step}", every_n_train_steps=each, save_top_k=-1))
+    if "on_change" in wanted:
+        callbacks.append(CheckpointOnChange(str(out / "changes"), keep=spec.get("keep", 0)))
     if "stopping" in wanted:
         callbacks.append(EarlyStopping("val_loss", patience=spec.get("patience", 3), min_delta=0.0))
     if "spikes" in wanted:
@@ -259,7 +261,7 @@ def member(spec: dict[str, Any]) -> None:
         },
     )
     settings: dict[str, Any] = {"max_epochs": spec.get("epochs", 3), "callbacks": callbacks, "log_every_n_steps": 1}
-    if {"checkpoint", "steps"} & set(wanted):
+    if {"checkpoint", "steps", "on_change"} & set(wanted):
         settings["enable_checkpointing"] = True
     if spec.get("plan"):
         callbacks.append(FaultInjectorCallback(spec["plan"]))

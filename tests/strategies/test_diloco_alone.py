@@ -20,8 +20,10 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from outer_double import SessionDouble
 from strategy_models import Regression, weights
+from until_support import until
 
 import chaos_lightning  # noqa: F401
+from chaos_lightning.callbacks import ChaosExit
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.rules.types import TICKS, JobProgress
 from chaos_lightning.protocol.spans import count
@@ -278,6 +280,24 @@ def test_a_signal_leaves_after_the_step(tmp_path: Path, data: str, number: signa
     assert run.received_sigterm is (number == signal.SIGTERM)
     assert signal.getsignal(number) == before
     assert f"{number.name}: leaving the job" in capfd.readouterr().err
+
+
+def test_a_callback_that_asks_to_leave_makes_the_cluster_leave(tmp_path: Path) -> None:
+    """A cluster that ChaosExit ends leaves the job, and does not say that its training is through."""
+    flag = tmp_path / "leave"
+
+    class Asked(Regression):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.trainer.global_step == 3:
+                flag.touch()
+            if self.trainer.global_step == 4:
+                until(lambda: made().leaving, "the wish to leave")
+
+    exits = ChaosExit(flag_file=str(flag))
+    run = fitted(tmp_path, Asked(), models.loader(), models.loader(8), callbacks=[exits])
+    assert run.global_step == 4
+    assert made().calls[-2:] == ["finish: it was asked to leave", "close"]
+    assert run.interrupted
 
 
 def test_a_second_signal_says_what_it_may_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

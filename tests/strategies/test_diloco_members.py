@@ -270,6 +270,44 @@ def test_a_signal_to_a_plain_loop_leaves_once_all_is_durable(job: OuterJob) -> N
     audited(job)
 
 
+def test_a_notice_to_a_cluster_leaves_once_all_is_durable(job: OuterJob) -> None:
+    from diloco_members import loop
+
+    job.serve()
+    flag = job.out / "taken"
+    rules = {"heartbeat_s": 0.2, "inner_steps": 8, "host_server": False, "log_dir": str(job.harness.logs)}
+    told = {**rules, "notice": f"file:{flag}"}
+    spec = {"name": "loop", "server": job.server, "out": str(job.out), "told": told, "step_s": 0.01}
+    job.harness.start_function("loop", loop, spec)
+    job.harness.wait_until(lambda: job.accepted("loop") > 1, "pushes")
+    flag.touch()
+    (report,) = job.finish("loop")
+    assert job.harness.wait_for("notice_taken", node="loop")["reason"] == f"file {flag}"
+    accepted = [each["offer"]["steps"] for body in job.entries("Round") for each in body["accepted"]]
+    assert sum(accepted) == report["steps"], "no step is lost"
+    assert f"loop leaves the job after the present step: file {flag}" in job.harness.children["loop"].log.read_text()
+    audited(job)
+
+
+@pytest.mark.slow
+def test_a_notice_ends_the_fit_of_a_cluster(job: OuterJob) -> None:
+    job.serve()
+    flag = job.out / "taken"
+    for name in ("one", "leaves"):
+        notice = {"notice": f"file:{flag}"} if name == "leaves" else {}
+        job.cluster(name, told=told(job, **notice), step_s=0.03, trainer={"max_epochs": 2})
+    job.harness.wait_until(lambda: job.accepted("leaves") > 1, "pushes of the one that is to leave")
+    flag.touch()
+    (gone,) = job.finish("leaves")
+    assert gone["over"] == "it was asked to leave"
+    assert "INTERRUPTED" in gone["status"]
+    (one,) = job.finish("one")
+    assert spent(job) == dict.fromkeys(range(2), 240)
+    steps = sum(w["offer"]["steps"] for body in job.entries("Round") for w in body["accepted"])
+    trained = sum(len([line for line in each["lines"] if line[0] == "step"]) for each in (one, gone))
+    assert steps == trained
+
+
 def test_training_goes_on_while_the_whole_server_is_killed_and_comes_back(job: OuterJob) -> None:
     job.serve()
     for name in ("one", "two"):

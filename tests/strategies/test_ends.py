@@ -211,6 +211,23 @@ def test_a_unit_all_of_whose_processes_get_sigterm_leaves_as_one(unit: Unit, kin
 
 
 @pytest.mark.slow
+def test_a_fit_whose_signals_are_ignored_from_the_start_trains_on(unit: Unit) -> None:
+    """A shell has SIGTERM and SIGHUP ignored, as `nohup` does: neither ends the fit; Ctrl+C still does, politely."""
+    (unit.folder / "a").mkdir()
+    program = [sys.executable, ending_members.__file__, str(unit.folder / "a"), str(unit.port), "{}"]
+    unit.harness.declare("a")
+    unit.harness.start("a", ["sh", "-c", 'trap "" TERM HUP; exec "$@"', "sh", *program])
+    unit.trains()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        unit.harness.terminate("a", number=number)
+    last = int(unit.harness.wait_for("committed")["step"])
+    unit.harness.wait_for("committed", lambda record: record["step"] > last + 20)
+    unit.harness.terminate("a", number=signal.SIGINT)
+    assert unit.kept() > last
+    assert unit.harness.wait_exit("a") == 128 + signal.SIGINT
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "way"), [("torchrun", "closed"), ("torchrun", "nohup"), ("run", "closed")])
 def test_an_agent_whose_terminal_is_closed(unit: Unit, terminal: Terminal, program: str, way: str) -> None:
     """The terminal of a torchrun agent is closed: its worker leaves the job, although it prints to that terminal,

@@ -8,6 +8,8 @@ import errno
 import os
 import queue
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -105,6 +107,29 @@ def test_a_hangup_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signals.restore()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+IGNORED = """
+import os, signal
+from chaos_lightning.machine.signals import ExitSignals
+signal.signal(signal.SIGTERM, lambda number, frame: print("Lightning's"))
+signals = ExitSignals(lambda number, frame: print(number.name))
+print([number.name for number in signals.install()])
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    os.kill(os.getpid(), number)
+signals.restore()
+os.kill(os.getpid(), signal.SIGTERM)
+print("survived")
+"""
+
+
+def test_what_is_ignored_when_the_process_starts_stays_so() -> None:
+    """A shell has SIGTERM and SIGHUP ignored (`trap`, `nohup`), and Lightning puts a handler in place all the same:
+    they change nothing, and Ctrl+C still asks to leave.
+    """
+    script = ["sh", "-c", 'trap "" TERM HUP; exec "$0" -c "$1"', sys.executable, IGNORED]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["['SIGINT']", "SIGINT", "survived"]), done.stderr
 
 
 @pytest.mark.parametrize("polite", [False, True], ids=["ends by default", "has more to say"])

@@ -12,7 +12,7 @@ from strategy_job import Job
 from chaos_lightning.control.channel import drain
 
 
-@pytest.mark.parametrize(("way", "windows"), [("signal", 2), ("drained", 1)])
+@pytest.mark.parametrize(("way", "windows"), [("signal", 2), ("drained", 1), ("notice", 1)])
 def test_a_fit_that_the_last_member_left_goes_on_as_if_it_had_not(
     job: Job, tmp_path: Path, way: str, windows: int
 ) -> None:
@@ -39,7 +39,7 @@ def goes_on(job: Job, tmp_path: Path, way: str, stop: int, **trainer: Any) -> No
         "samples": 52,
         "trainer": trainer,
         "callbacks": () if "max_steps" in trainer else ("stopping",),  # no validation is due at a step in mid-epoch
-        "options": {"on_last_exit": str(tmp_path / "kept")},
+        "options": {"on_last_exit": str(tmp_path / "kept"), "notice": f"file:{tmp_path / 'taken'}"},
     }
     if way == "in the step":
         job.start("a", **spec, leaves_at=stop)
@@ -49,6 +49,11 @@ def goes_on(job: Job, tmp_path: Path, way: str, stop: int, **trainer: Any) -> No
         if way == "drained":
             assert drain(job.options.listen, "a") == ("a",)
             job.harness.wait_for("left", node="a")
+        elif way == "notice":
+            (tmp_path / "taken").touch()
+            taken = job.harness.wait_for("notice_taken", node="a")
+            assert job.harness.wait_for("leave")["reason"] == taken["reason"] == f"file {tmp_path / 'taken'}"
+            (tmp_path / "taken").unlink()
         else:
             job.harness.terminate("a")
             job.harness.wait_for("leave")

@@ -85,6 +85,7 @@ class ClusterOptions:
     token_file: str = same_as(EngineConfig, "token_file")
     keys_dir: str = same_as(EngineConfig, "keys_dir")
     log_dir: str = same_as(EngineConfig, "log_dir")
+    notice: str = same_as(EngineConfig, "notice")
 
     def __post_init__(self) -> None:
         check_each(self)

@@ -45,6 +45,8 @@ from chaos_lightning.errors import (
 )
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.fits import Fit
+from chaos_lightning.machine.notice_watch import NoticeWatch
+from chaos_lightning.machine.notices import NoticePlan
 from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.membership.peers import FIT
 from chaos_lightning.outer.cluster.cluster_model import ClusterModel
@@ -145,6 +147,12 @@ class OuterSession:
         self.progress = JobProgress()
         """Progress of the job with the base."""
         self._events = events or EventLog(None)
+        plan = NoticePlan.read(options.notice)
+        self._notices = NoticeWatch(
+            plan, options.name, self._events, lambda reason: self.leave(), lambda: bool(self.over)
+        )
+        if plan.grace_s:
+            _log.warning("notice=%s: sigterm is not honoured: clusters leave at SIGTERM at once", options.notice)
         self._secret = Credentials.load(options.keys_dir, options.token_file)
         self._settings = OuterSettings.of_words(agreement.settings)
         self._model = ClusterModel(replica, agreement, options, self._events, lambda: self._life.machine)
@@ -260,6 +268,7 @@ class OuterSession:
         forget_logs(self.options.log_dir)
         self._waits.kept_at = time.monotonic()
         host_for_cluster(self.options)
+        self._notices.start()
         self._begin(self._life)
         self._beats.start()
         self._getter.start()
@@ -386,6 +395,7 @@ class OuterSession:
         """Ends threads and connections; progress that was not pushed is lost. Idempotent."""
         if self.incarnation:
             self._fit.over()
+        self._notices.close()
         self._closing.set()
         with self._changed:
             self._changed.notify_all()

@@ -10,6 +10,7 @@ clean. The plans of a bug draw from the faults that its rule is about.
 
 from __future__ import annotations
 
+from lab.simulate.bugs.fixed import FIXED_BUGS
 from lab.simulate.bugs.frame import Bug
 from lab.simulate.bugs.learners import LEARNER_BUGS
 from lab.simulate.bugs.links import LINK_BUGS
@@ -18,5 +19,7 @@ from lab.simulate.bugs.outer import OUTER_BUGS
 from lab.simulate.bugs.schedulers import SCHEDULER_BUGS
 from lab.simulate.bugs.staged import STAGED_BUGS
 
-BUGS: dict[str, Bug] = {**MEMBER_BUGS, **SCHEDULER_BUGS, **LEARNER_BUGS, **LINK_BUGS, **OUTER_BUGS, **STAGED_BUGS}
+BUGS: dict[str, Bug] = {
+    **MEMBER_BUGS, **SCHEDULER_BUGS, **LEARNER_BUGS, **LINK_BUGS, **OUTER_BUGS, **STAGED_BUGS, **FIXED_BUGS
+}  # fmt: skip
 """Planted bugs of all subjects, by name."""

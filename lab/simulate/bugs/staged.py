@@ -49,7 +49,8 @@ from lab.simulate.plans.staged import (
 )
 from lab.simulate.staged import Border, Run, StagedNode
 from lab.simulate.staged_hooks import StagedHooks
-from lab.simulate.staged_training import Attempt, Parts, RawSum, clipping, norms, weight
+from lab.simulate.staged_training import Parts, RawSum, clipping, norms, weight
+from lab.simulate.training import Attempt
 from lab.simulate.world import Hooks
 
 
@@ -65,10 +66,10 @@ def hooks(
 
 
 class UncheckedMachine(MemberMachine):
-    """Planted bug: the commit root does not check which micro-batches the sums cover."""
+    """Planted bug: the commit root does not check which micro-batches, or units of a batch, the sums cover."""
 
     def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:
-        return super()._make_header(replace(view, pipelines=""), box)
+        return super()._make_header(replace(view, pipelines="", batch=""), box)
 
 
 # ------------------------------------------------------------------ P1: the entered view alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lab.simulate.plan import Plan
+from lab.simulate.plans.fixed import fixed_family
 from lab.simulate.plans.large import large_plan
 from lab.simulate.plans.learners import JOINING, founding_plan
 from lab.simulate.plans.links import SPARSE, WIRED, crowd_plan
@@ -48,5 +49,6 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "outer": outer_plan,
     "waiting": waiting_plan,
     "pipelines": staged_family,
+    "batch": fixed_family,
 }
 """Families to which a long run may be confined, by name."""

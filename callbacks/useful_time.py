@@ -1,4 +1,7 @@
-"""Goodput: how much of the job's time was useful, logged to the Trainer's loggers.
+"""UsefulTime: measures how much of the job's time was useful, and logs it to the Trainer's loggers.
+
+Useful is the time of steps at the usual speed. It says nothing of how much each step trains: that would be goodput, the
+name that this callback had before.
 
 Theory of operation. Every member meters (one call a step), rank 0 logs. The totals travel with the training state
 like any callback's, so the next rank 0 goes on from the same numbers, and a resumed job does, too.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +26,7 @@ CAUSES = ("join", "recovery", "leave")
 
 
 @dataclass(slots=True)
-class GoodputMeter:
+class UsefulTimeMeter:
     """Accounting of one member's useful and lost seconds, updated at each step, in constant memory.
 
     The exact accounting is a fold over all logs afterwards (`observe/folds.py`). Here the time from one committed step
@@ -100,20 +104,22 @@ class GoodputMeter:
         self._at = None
 
 
-class Goodput(Callback):
-    """Callback that logs `chaos/goodput`, `chaos/step_s`, `chaos/members` and `chaos/lost_<cause>_s`.
+class UsefulTime(Callback):
+    """Callback that logs `chaos/useful_share`, `chaos/step_s`, `chaos/members` and `chaos/lost_<cause>_s`.
 
     Args:
         every_n_steps: Steps from one log to the next; 0: as often as the Trainer logs (`log_every_n_steps`).
         prefix: Prefix of the names.
     """
 
+    share_name = "useful_share"
+
     def __init__(self, every_n_steps: int = 0, prefix: str = "chaos/") -> None:
         if every_n_steps < 0:
-            raise ConfigurationError(f"Goodput: every_n_steps {every_n_steps}; expected 0 or more")
+            raise ConfigurationError(f"UsefulTime: every_n_steps {every_n_steps}; expected 0 or more")
         self.every_n_steps = every_n_steps
         self.prefix = prefix
-        self.meter = GoodputMeter()
+        self.meter = UsefulTimeMeter()
         self._clock: Callable[[], float] = time.monotonic
         self._step = -1
         self._logged = -1
@@ -146,7 +152,7 @@ class Goodput(Callback):
 
     def metrics(self, members: int) -> dict[str, float]:
         """Returns the values to log, by name."""
-        values = {"goodput": self.meter.share, "step_s": self.meter.last_s, "members": float(members)}
+        values = {self.share_name: self.meter.share, "step_s": self.meter.last_s, "members": float(members)}
         values |= {f"lost_{cause}_s": seconds for cause, seconds in self.meter.lost_s.items()}
         return {self.prefix + name: value for name, value in values.items()}
 
@@ -156,8 +162,33 @@ class Goodput(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics(members), step=trainer.global_step)
 
+    @property
+    def state_key(self) -> str:
+        return "Goodput"  # as in checkpoints that were written under the old name
+
     def state_dict(self) -> dict[str, Any]:
         return self.meter.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.meter.load(state_dict)
+
+
+class Goodput(UsefulTime):
+    """Old name of `UsefulTime`; logs the share as `chaos/goodput`, as ever, and warns of the new name.
+
+    Args:
+        every_n_steps: See `UsefulTime`.
+        prefix: See `UsefulTime`.
+    """
+
+    share_name = "goodput"
+
+    def __init__(self, every_n_steps: int = 0, prefix: str = "chaos/") -> None:
+        # Not a DeprecationWarning, which Python hides from those who run the script.
+        warnings.warn(
+            "the callback Goodput has another name, UsefulTime, after what it measures; write "
+            "chaos_lightning.callbacks.UsefulTime, which logs useful_share in place of goodput",
+            FutureWarning,
+            stacklevel=2,
+        )
+        super().__init__(every_n_steps, prefix)

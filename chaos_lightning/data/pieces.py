@@ -1,0 +1,83 @@
+"""Cuts one member's share of a step into the pieces that it computes at once.
+
+Theory of operation. A step has the same positions at all members (steps.py); a view's split says which units of the
+step are whose (planning/batch.py). Where the rule has micro-batches of B, each unit is a piece. Else a share is cut
+into as few pieces as fit the member's memory, as equal as whole samples allow. A piece has a number of its own in the
+step: that of its micro-batch, or that of its first sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from chaos_lightning.data.accumulations import Part
+from chaos_lightning.planning.batch import Split
+from chaos_lightning.protocol.spans import count
+from chaos_lightning.protocol.types import Span
+
+
+class Piece(NamedTuple):
+    """Samples that a member computes at once.
+
+    Attributes:
+        number: Number within the step, equal wherever the piece is computed.
+        spans: Positions of its samples in the epoch's order.
+    """
+
+    number: int
+    spans: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One member's share of each step in a view.
+
+    Attributes:
+        split: Division of a step among the view's members.
+        rank: The member's place in the view.
+        fits: Samples that the member computes at once; with micro-batches of B, B counts.
+    """
+
+    split: Split
+    rank: int
+    fits: int
+
+    def units(self, positions: Sequence[Part]) -> Span:
+        """Returns the numbers of the member's units in a step.
+
+        Args:
+            positions: Positions of each micro-batch of the step, or of the whole step if the rule has none.
+        """
+        return self.split.units(self.rank, present(self.split, positions))
+
+    def pieces(self, positions: Sequence[Part]) -> list[Piece]:
+        """Returns what the member computes of a step with these positions, in order; may be empty."""
+        first, stop = self.units(positions)
+        if self.split.rule.micro_batch:
+            return [Piece(j, positions[j]) for j in range(first, stop)]
+        number = -(-(stop - first) // self.fits)
+        borders = [first + (stop - first) * k // number for k in range(number + 1)] if number else []
+        return [Piece(a, between(positions[0], a, b)) for a, b in pairwise(borders)]
+
+    def parts(self, positions: Sequence[Part]) -> tuple[Part, ...]:
+        """Returns the positions of these pieces."""
+        return tuple(piece.spans for piece in self.pieces(positions))
+
+
+def present(split: Split, positions: Sequence[Part]) -> int:
+    """Returns the number of units that a step with these positions has."""
+    return sum(map(bool, positions)) if split.rule.micro_batch else count(positions[0])
+
+
+def between(spans: Part, start: int, stop: int) -> Part:
+    """Returns the positions from number `start` to number `stop` of those in sorted spans, counted from 0."""
+    found, before = [], 0
+    for a, b in spans:
+        low, high = max(a, a + start - before), min(b, a + stop - before)
+        if low < high:
+            found.append((low, high))
+        before += b - a
+    return tuple(found)

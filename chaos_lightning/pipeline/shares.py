@@ -1,0 +1,255 @@
+"""Runs one member's share of a step whose batch has a fixed size, with the whole model (docs/protocol.md B1 to B4).
+
+Theory of operation. It is a step of units like that of a pipeline (member/unit_steps.py), but for its gradients: each
+member has the whole model, so what it adds up over its pieces is reduced as ever, and the last piece's backward pass
+sends gradients as they come. An attempt computes the member's share in the view that rules. A recovery ends it, and the
+next one computes another share of the same samples, from the state that the last header has committed: buffers and
+attributes of modules are put back, and sums dropped. Losses are multiplied by their weights, so that sums need no
+factor, and the header's weight divides them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chaos_lightning.collectives.accumulation import Accumulation
+from chaos_lightning.data.pieces import Piece, Share, present
+from chaos_lightning.data.steps import StepBatch
+from chaos_lightning.errors import AttemptOverError, ConfigurationError
+from chaos_lightning.member.unit_steps import StepTime, UnitsDone
+from chaos_lightning.pipeline.base import BaseBuffers
+from chaos_lightning.pipeline.told import StepOutcome, ToldStep, agreed
+from chaos_lightning.pipeline.undo import Undo
+from chaos_lightning.planning.batch import read_split
+from chaos_lightning.protocol.spans import count
+from chaos_lightning.protocol.types import NO_VIEW, Header, LayersCovered, Spent, View, ViewId
+
+PART = ""
+"""Name of the one part of a layout in which all members own everything."""
+_TIMES = 16
+"""Number of the latest steps whose times count."""
+
+
+class ShareStep:
+    """Runner of one member's share of each step (`UnitStep` in member/unit_steps.py).
+
+    Args:
+        module: The model; its attributes and buffers are put back when an attempt is dropped.
+        accumulation: Accumulation over a layout of the whole model.
+        forget: Is called when attempts begin anew; drops what they have logged.
+    """
+
+    borders = None
+    speed = 0.0
+
+    def __init__(self, module: nn.Module, accumulation: Accumulation, forget: Callable[[], None]) -> None:
+        self._module, self._accumulation, self._forget = module, accumulation, forget
+        self._undo, self._buffers = Undo(module), BaseBuffers(module)
+        self._changed = threading.Lock()
+        self._over = NO_VIEW
+        """View whose attempts, and those of older views, are over."""
+        self._times: deque[float] = deque(maxlen=_TIMES)
+
+    # ------------------------------------------------------------------ as a `UnitStep`
+
+    @property
+    def sample_s(self) -> float:
+        """Median seconds for a sample in the latest steps, without waiting for other members; 0: not known yet."""
+        times = tuple(self._times)
+        return statistics.median(times) if times else 0.0
+
+    def step_time(self, view: ViewId) -> StepTime:
+        return StepTime()
+
+    def reduced(self, view: ViewId, seq: int) -> None:
+        """Does nothing: a contribution does not wait for the reduction."""
+
+    def end(self, view: ViewId) -> None:
+        """Ends the attempts of this view and of older ones, because a recovery has begun or this member was removed."""
+        with self._changed:
+            self._over = max(self._over, view)
+
+    def restart(self) -> None:
+        """Forgets all attempts before this member joins again, since views of another chain may have lower numbers."""
+        with self._changed:
+            self._over = NO_VIEW
+        self._times.clear()
+
+    def remember_base(self) -> None:
+        """Saves what an attempt may change in the model, as of the last header."""
+        self._undo.remember()
+        self._buffers.remember()
+        self._accumulation.settle()
+        self._forget()
+
+    def drop(self) -> None:
+        """Drops an attempt: restores what it has changed, and removes gradients."""
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        self._buffers.restore()
+        self._undo.restore()
+        self._forget()
+
+    def commit(self, header: Header) -> None:
+        """Writes the averages of a committed step into `.grad` and into the buffers that are averaged."""
+        self._accumulation.apply(header, {PART: header.total_weight})
+
+    # ------------------------------------------------------------------ for an attempt
+
+    def open(self, view: ViewId, seq: int, section: int) -> None:
+        """Begins an attempt, from the state of the last committed header."""
+        for parameter in self._module.parameters():
+            parameter.grad = None  # of the last step, or of an attempt: they lie in memory that is used again
+        self._accumulation.open(view, seq, section=section)
+
+    def check(self, view: ViewId) -> None:
+        """Raises AttemptOverError if the attempt in this view has ended."""
+        with self._changed:
+            if view <= self._over:
+                raise AttemptOverError(f"the attempt in view {view} is over")
+
+    def close(self) -> None:
+        """Announces that the next backward pass is the last one, which sends gradients as they come."""
+        self._accumulation.closing((PART,))
+
+    def flush(self, weight: float, *, scaled: float = 1.0) -> bytes:
+        """Takes all gradients of the attempt; returns one bit for each parameter, set if it has one.
+
+        Args:
+            weight: Weight of the averaged buffers.
+            scaled: Factor that gradients lack.
+        """
+        if scaled != 1.0:
+            with torch.no_grad():
+                for parameter in self._module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(scaled)
+        return self._accumulation.flush({PART: weight})
+
+    def took(self, seconds: float, samples: int) -> None:
+        """Notes how long this member has computed for its samples of a step."""
+        if samples:
+            self._times.append(seconds / samples)
+
+
+@dataclass(frozen=True, slots=True)
+class UserStep:
+    """The user's part of a piece, as the strategy calls it.
+
+    Attributes:
+        loss: Runs the forward pass on a piece's samples; returns their mean loss, None if there is none.
+        backward: Runs the backward pass of a loss.
+        weight: Returns the weight of a piece in the step, given its samples as they were fetched and their number.
+        extra: Returns what the strategy gives for a piece, as bytes.
+    """
+
+    loss: Callable[[Piece, Any], Tensor | None]
+    backward: Callable[[Tensor], None]
+    weight: Callable[[Any, int], float]
+    extra: Callable[[int], bytes]
+
+
+@dataclass(eq=False)
+class ShareAttempt:
+    """Attempts of one member at one step; an attempt ends with a recovery, and the next one follows.
+
+    Attributes:
+        step: Runs the step at this member.
+        user: The user's part.
+        member: This member's id.
+        batch: Samples of the step.
+        fits: Samples that this member computes at once.
+        section: Number of the optimizer that steps.
+        scales: Whether losses are scaled, so that weights must not make them larger.
+        view: The view of the last attempt; None before the first.
+    """
+
+    step: ShareStep
+    user: UserStep
+    member: str
+    batch: StepBatch
+    fits: int
+    section: int = 0
+    scales: bool = False
+    view: View | None = field(default=None, init=False)
+    _losses: dict[int, Tensor] = field(default_factory=dict, init=False)
+    _weights: dict[int, float] = field(default_factory=dict, init=False)
+
+    def __call__(self, view: View, seq: int) -> UnitsDone:
+        """Computes this member's share of the step in a view; returns what goes into its contribution.
+
+        Raises:
+            AttemptOverError: The attempt ended meanwhile.
+            ConfigurationError: The view has no batch of fixed size.
+            Exception: Whatever the user's step raised.
+        """
+        split = read_split(view.batch, len(view.members))
+        if split is None:
+            raise ConfigurationError(f"view {view.id} divides no batch of fixed size; its steps run by Engine.step()")
+        share = Share(split, view.ids().index(self.member), self.fits)
+        self.view, began = view, time.perf_counter()
+        pieces = share.pieces(self.batch.positions)
+        self._losses, self._weights = {}, {}
+        self.step.open(view.id, seq, self.section)
+        self.batch.expect_share(share)
+        for k, piece in enumerate(pieces):
+            self.step.check(view.id)
+            self._run(piece, share, last=k == len(pieces) - 1)
+        self.step.check(view.id)
+        samples = sum(count(piece.spans) for piece in pieces)
+        total = float(sum(self._weights.values()))
+        presence = self.step.flush(total, scaled=self.batch.samples if self.scales else 1.0)
+        told = self._told(samples)
+        self.step.took(time.perf_counter() - began, samples)
+        first, stop = share.units(self.batch.positions)
+        return UnitsDone(
+            weight=total,
+            presence=presence,
+            micro_batches=((0, present(split, self.batch.positions)),),
+            coverage=(LayersCovered(0, 1, ((first, stop),)),) if first < stop else (),
+            spent=self._spent(share),
+            payload=told.encode(),
+        )
+
+    def _run(self, piece: Piece, share: Share, *, last: bool) -> None:
+        data = self.batch.piece(piece, share)
+        samples = count(piece.spans)
+        weight = self.user.weight(data, samples)
+        if last and not self.scales:
+            self.step.close()
+        try:
+            loss = self.user.loss(piece, data)
+            if loss is None:
+                return
+            self._losses[piece.number], self._weights[piece.number] = loss.detach(), weight
+            factor = weight / self.batch.samples if self.scales else weight
+            if factor:
+                self.user.backward(loss * factor)
+        except torch.OutOfMemoryError as error:
+            if not share.split.rule.micro_batch and samples > 1:
+                error.add_note(f"{self.member} computed {samples} samples at once; fits={samples // 2} halves that")
+            raise
+
+    def _spent(self, share: Share) -> tuple[Spent, ...]:
+        return self.batch.spent_by(share)
+
+    def _told(self, samples: int) -> ToldStep:
+        losses = self._losses
+        values = torch.stack([loss.double() for loss in losses.values()]).tolist() if losses else []
+        pairs = {j: (value, self._weights[j]) for j, value in zip(losses, values, strict=True)}
+        extra: Mapping[int, bytes] = {j: self.user.extra(j) for j in losses}
+        return ToldStep(losses=pairs, extra=extra, samples=samples)
+
+    def outcome(self, header: Header) -> StepOutcome:
+        """Returns the outcome of the committed step, which all members compute alike from its header."""
+        assert self.view is not None, "no attempt was made at the step"
+        return agreed(header, self.view)
