@@ -47,7 +47,7 @@ class Result:
     """Cases that could not run."""
 
     def add(self, name: str, value: float, unit: str, bound: float | None = None) -> Figure:
-        figure = Figure(name, round(value, 6), unit, bound)
+        figure = Figure(name, float(f"{value:.12g}"), unit, bound)
         self.figures.append(figure)
         limit = "" if bound is None else f"  (bound {bound:g}: {'ok' if figure.ok else 'MISSED'})"
         print(f"  {name}: {value:.4g} {unit}{limit}", flush=True)

@@ -109,6 +109,12 @@ def test_a_miss_is_said_and_ends_a_check_with_1(tmp_path, capsys):
     assert set(record["figures"][0]) >= {"name", "value", "unit", "bound", "ok"}
 
 
+def test_a_small_value_is_not_rounded_to_one_that_holds():
+    result = Result("some")
+    assert result.add("losses apart", 5e-8, "1", 1e-10).ok is False
+    assert result.figures[0].value == 5e-8
+
+
 def test_the_prediction_interval_has_its_border_at_one():
     values = [1.0, 2.0, 3.0]  # mean 2, deviation 1, quantile 4.303 for two degrees of freedom
     assert beyond(values, 2.0) == 0.0
