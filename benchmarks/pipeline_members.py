@@ -311,10 +311,12 @@ class PipelineJob:
     Args:
         harness: Harness that starts and watches the members.
         about: Settings that all members get.
+        entry: Function that runs a member in its process.
     """
 
-    def __init__(self, harness: Harness, about: dict[str, Any]) -> None:
+    def __init__(self, harness: Harness, about: dict[str, Any], entry: Callable[..., None] = member) -> None:
         self.harness, self.about = harness, {**about, "folder": str(harness.directory)}
+        self._entry = entry
         self._scheduler = Scheduler(
             f"{harness.directory}/chain.sqlite", log_dir=str(harness.logs), finished_s=0, join_timeout_s=60
         )
@@ -326,6 +328,8 @@ class PipelineJob:
             self.start(name)
             self.harness.wait_for("welcomed", lambda r, name=name: r.member.startswith(f"{name}~"))
         self.harness.wait_for("attempt")
+        if least == len(names):
+            return
         self._scheduler.stop()
         last = self.harness.records[-1]
         self._scheduler.start(least)
@@ -353,7 +357,7 @@ class PipelineJob:
     def start(self, name: str, **more: Any) -> None:
         """Starts a member of this name."""
         spec = {**self.about, "endpoint": self._scheduler.endpoint, "name": name, **more}
-        self.harness.start_function(name, member, spec)
+        self.harness.start_function(name, self._entry, spec)
 
     def strike(self, name: str, place: str, kind: str = "sigkill", **at: int) -> None:
         """Orders a member to kill or freeze itself; see `Strikes`."""
@@ -384,12 +388,15 @@ class PipelineJob:
 
 
 @contextlib.contextmanager
-def pipeline_job(keep: str = "", *, deadline_s: float = 90.0, **about: Any) -> Iterator[PipelineJob]:
+def pipeline_job(
+    keep: str = "", *, deadline_s: float = 90.0, entry: Callable[..., None] = member, **about: Any
+) -> Iterator[PipelineJob]:
     """Yields a job with a folder, a harness and a scheduler of its own.
 
     Args:
         keep: Folder that is kept; "": a new one, which is removed.
         deadline_s: Deadline of every wait, in seconds.
+        entry: Function that runs a member in its process.
         about: Settings that all members get; a `profile` may be a `TrainingJob`.
     """
     with contextlib.ExitStack() as stack:
@@ -399,7 +406,7 @@ def pipeline_job(keep: str = "", *, deadline_s: float = 90.0, **about: Any) -> I
             about["profile"] = str(folder / "profile.json")
             (folder / "profile.json").write_text(json.dumps(to_dict(profile)))
         harness = stack.enter_context(Harness(folder, deadline_s=deadline_s))
-        job = PipelineJob(harness, about)
+        job = PipelineJob(harness, about, entry)
         stack.callback(job.close)
         yield job
 

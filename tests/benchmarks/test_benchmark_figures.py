@@ -23,6 +23,7 @@ from benchmarks.survival import Case, report
 from benchmarks.world import World
 
 EVERY = (
+    "batch",
     "estimator",
     "join",
     "kill",
