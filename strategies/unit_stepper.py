@@ -106,9 +106,13 @@ class UnitStepper:
         return header
 
     def output(self) -> dict[str, Tensor]:
-        """Returns the output of the step's `training_step`, which is the same at all members."""
+        """Returns the output of the step's `training_step`: a loss that is the same at all members, in double precision
+        if the model is.
+        """
         assert self._outcome is not None
-        return {"loss": torch.tensor(self._outcome.loss, device=self._trainer.strategy.root_device)}
+        double = any(p.dtype is torch.float64 for p, _ in self._averages)
+        dtype = torch.float64 if double else torch.float32
+        return {"loss": torch.tensor(self._outcome.loss, dtype=dtype, device=self._trainer.strategy.root_device)}
 
     def backward(self, loss: Tensor) -> Tensor:
         """Stores the step's averages in `.grad`, since Lightning has zeroed it, with Lightning's hooks before and
