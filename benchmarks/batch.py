@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import random
+import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +55,7 @@ SPEED_STEPS = 75
 DEATH_SAMPLE_S, DEATH_FITS = 0.005, 4
 AFTER = 6
 """Steps of the survivors whose median is taken off."""
-LEFT = (0, 75)
+LEFT = (0, 128 + signal.SIGTERM)
 """Exit codes of a member that has left politely."""
 
 Row = dict[str, Any]
