@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.testing.demo import failover, members, nodes, stages
+from chaos_lightning.testing.demo import failover, fixed, members, nodes, stages
 from chaos_lightning.testing.demo.members import QUICK, Size, demo
 from chaos_lightning.testing.demo.nodes import MARK, Cast, NodeDied
 from chaos_lightning.testing.demo.proof import Check, Evidence
@@ -161,7 +161,7 @@ def test_folder_must_be_empty(tmp_path: Path) -> None:
         prepare(tmp_path / "new" / "old.jsonl", "demo")
 
 
-@pytest.mark.parametrize("prove", [members.prove, failover.prove, stages.prove])
+@pytest.mark.parametrize("prove", [members.prove, fixed.prove, failover.prove, stages.prove])
 def test_nothing_is_proved_by_empty_logs(tmp_path: Path, prove: Callable[[Evidence], list[Check]]) -> None:
     EventLog.in_directory(tmp_path / "events", "demo", role="harness").close()
     checks = prove(Evidence(tmp_path, {}))
