@@ -257,8 +257,9 @@ def test_what_cannot_begin_is_ended_too(tmp_path: Path) -> None:
 
 
 def test_tidy_keeps_logs_and_report(tmp_path: Path) -> None:
-    for name in ("events/a.jsonl", "out/edge-1.log", "checkpoints/last.ckpt", "chain.sqlite", "report.html", "enough"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    gone = ("out/edge-1.log", "checkpoints/last.ckpt", "alone/checkpoints/last.ckpt", "chain.sqlite", "enough")
+    for name in ("events/a.jsonl", "report.html", *gone):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     tidy(tmp_path)
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["a.jsonl", "report.html"]

@@ -66,6 +66,11 @@ def pace(slots: Sequence[SlotFact]) -> str:
 # ------------------------------------------------------------------ acts
 
 
+def newest(stage: Stage[Cast]) -> list[SlotFact]:
+    """Returns the steps among the newest slots, oldest first."""
+    return [slot for slot in stage.timeline.recent(PACE.rest_steps) if slot.kind == "step"]
+
+
 def first_starts(stage: Stage[Cast]) -> None:
     stage.say("do", f"another job, whose steps have {SAMPLES} samples whoever is there: {stage.nodes.words(FIRST)}")
     stage.nodes.start(FIRST)
@@ -82,12 +87,9 @@ def others_join(stage: Stage[Cast]) -> None:
 
 
 def slow_one_gets_less(stage: Stage[Cast]) -> None:
-    newest = stage.wait(
-        f"steps of four in which {SLOW} has fewer samples",
-        lambda: next((s for s in stage.timeline.recent(1) if less(s)), None),
-    )
+    stage.wait(f"steps of four in which {SLOW} has fewer samples", lambda: any(map(less, newest(stage))))
     stage.rest()
-    stage.say("good", f"samples of a step by measured speed: {words(newest)}; {stage.progress()}")
+    stage.say("good", f"samples of a step by measured speed: {words(newest(stage)[-1])}; {stage.progress()}")
 
 
 def one_leaves(stage: Stage[Cast]) -> None:
@@ -96,7 +98,8 @@ def one_leaves(stage: Stage[Cast]) -> None:
     stage.nodes.ask(LEAVES, signal.SIGINT)
     stage.without(member)
     stage.rest()
-    stage.say("good", f"{words(stage.timeline.recent(1)[0])}; {stage.progress()}")
+    stage.exits(LEAVES)
+    stage.say("good", f"it left, and samples of a step are {words(newest(stage)[-1])}; {stage.progress()}")
 
 
 # ------------------------------------------------------------------ what it proves

@@ -41,6 +41,7 @@ from chaos_lightning.observe.fields import integer
 from chaos_lightning.observe.outer.board import OuterBoard
 from chaos_lightning.observe.render import draw, from_timeline
 from chaos_lightning.observe.timeline import SlotFact, Timeline
+from chaos_lightning.testing.demo import ALONE
 from chaos_lightning.testing.demo.proof import Check, Evidence, table
 from chaos_lightning.testing.faults import Fault, FaultPlan, Schedule
 
@@ -228,7 +229,10 @@ def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str,
 
 def tidy(folder: Path) -> None:
     """Deletes everything from the demo's folder except event logs and report."""
-    for path in (*(folder / name for name in ("out", "checkpoints", "etcd")), *folder.glob("*-kept")):
+    for path in (
+        *(folder / name for name in ("out", "checkpoints", "etcd", f"{ALONE}/checkpoints")),
+        *folder.glob("*-kept"),
+    ):
         shutil.rmtree(path, ignore_errors=True)
     for path in (*folder.glob("chain.sqlite*"), *folder.glob("final-*.json"), *folder.glob("*.log"), folder / "enough"):
         path.unlink(missing_ok=True)
