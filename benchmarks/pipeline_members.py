@@ -1,6 +1,7 @@
 """Members of jobs with pipelines, which benchmarks start, kill and compare, and the job that contains them.
 
-A member trains by `Trainer(strategy="chaos_pipeline")`: a small GPT, or timed layers (lab/timed_layers.py). It
+A member trains by `Trainer(strategy="chaos_pipeline")`: a small GPT, or timed layers (lab/timed_layers.py). With a rule
+for a batch of fixed size it trains by `chaos` instead. It
 kills or freezes itself at one place of a step, when a file asks for it (`Strikes`). All that benchmarks measure they
 read in the event logs. What they compare, members write down at the end: losses, logged values, gradients of some
 steps, hashes of every tensor after each step.
@@ -37,13 +38,14 @@ from chaos_lightning.member.part_moves import PartMoves
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.pipeline.absent import is_absent, named_tensors
 from chaos_lightning.pipeline.executor import PipelineExecutor
+from chaos_lightning.pipeline.shares import ShareAttempt, ShareStep
 from chaos_lightning.pipeline.step import PipelineStep
 from chaos_lightning.planning.pipelines.files import to_dict
 from chaos_lightning.planning.pipelines.job import TrainingJob
 from chaos_lightning.protocol.codec import decode_peer
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.security.credentials import Credentials
-from chaos_lightning.strategies import ChaosPipelineStrategy
+from chaos_lightning.strategies import ChaosPipelineStrategy, ChaosStrategy
 from chaos_lightning.testing.demo.train import GPT, prose
 from chaos_lightning.testing.harness import Harness
 from chaos_lightning.transport.links import Links
@@ -114,6 +116,10 @@ class Strikes:
         _before(PipelineStep, "_await_reduced", lambda *_: self.at("all-reduce"))
         _before(PipelineStep, "end", lambda *_: self.at("recovery"))
         _before(PartMoves, "_pull", lambda *_: self.at("pull"))
+        _before(ShareAttempt, "__call__", lambda *_: self.begin(self.engine().header.step + 1))
+        _before(ShareAttempt, "_run", lambda *_: self.unit())
+        _before(ShareStep, "flush", lambda *_: self.at("all-reduce"))
+        _before(ShareStep, "end", lambda *_: self.at("recovery"))
         contribute, message = Shell.contribute, Links.message
 
         def contributed(shell: Any, contribution: Any) -> None:
@@ -161,7 +167,7 @@ class FixedGPT(GPT):
                 parameter.copy_(waves.view(parameter.shape) * 0.05 + (parameter.dim() == 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("tokens", float(batch[0].numel()), on_step=True, on_epoch=True, reduce_fx="sum")
         return loss
@@ -253,6 +259,7 @@ def member(spec: dict[str, Any], *callbacks: pl.Callback) -> None:
         spec: name, folder, model (kind: gpt or timed, and arguments), batch, micro_batches; steps, clip, double
             (precision), hashes, gradients (of which steps), text (bytes). Of a member also endpoint, policy,
             device_memory, profile; counted (the tensors that units keep). strategy: "auto" for plain Lightning.
+            rule: batch of fixed size, for strategy `chaos`; sample_s: added to each sample, in seconds.
             saves (folder of checkpoints), save_every (steps); ckpt_path, and resave: where it is saved at once;
             samples: of the text.
         callbacks: More of them.
@@ -271,6 +278,7 @@ def member(spec: dict[str, Any], *callbacks: pl.Callback) -> None:
         strikes.engine = lambda: strategy.session.member.engine
     pl.seed_everything(7, verbose=False)
     module, data = module_of(spec)
+    module.sample_s = spec.get("sample_s", 0.0)
     saves = []
     if "saves" in spec:
         saves = [ModelCheckpoint(spec["saves"], "{step}", every_n_train_steps=spec["save_every"], save_top_k=-1)]
@@ -289,16 +297,17 @@ def member(spec: dict[str, Any], *callbacks: pl.Callback) -> None:
 
 def _strategy(spec: dict[str, Any]) -> Any:
     options = {"host_scheduler": False, "join_timeout_s": 60.0, "step_timeout_s": 60.0, **spec.get("options", {})}
+    about = {key: spec[key] for key in ("endpoint", "name")} | {"log_dir": os.environ["CHAOS_LOG_DIR"]}
+    about["min_nodes"] = spec.get("min_nodes", 1)
+    if "rule" in spec:
+        return ChaosStrategy(**about, options={**options, "batch": spec["rule"]})
     return ChaosPipelineStrategy(
         micro_batches=spec["micro_batches"],
         policy=spec.get("policy", "adaptive"),
         device_memory=spec.get("device_memory"),
         profile=spec.get("profile", ""),
-        endpoint=spec["endpoint"],
-        name=spec["name"],
-        min_nodes=spec.get("min_nodes", 1),
-        log_dir=os.environ["CHAOS_LOG_DIR"],
         options=options,
+        **about,
     )
 
 

@@ -17,7 +17,8 @@ the same epochs without pause, with several world sizes and seeds. The final los
 interval for one more such run, and within the 99 % interval of what as many steps would have given (log loss over log
 steps: more members make fewer and larger steps of the same epochs).
 
-With --pipelines members train in stages; pipelines.py says how they are hurt and judged.
+With --pipelines members train in stages; pipelines.py says how they are hurt and judged. With --fixed a step has the
+same samples whoever is there (fixed.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.common import Options, Result, run
+from benchmarks.soak.crew import Crew
 from benchmarks.soak.figures import compare, draw, report
 from benchmarks.soak.member import QUOTA, training_length
 from benchmarks.soak.runs import disturbed, gather, undisturbed
@@ -56,6 +58,7 @@ def options() -> argparse.Namespace:
         "--schedulers-every-s", type=float, default=-1.0, help="the same for these; -1: twice as rarely, 0: none"
     )
     p.add_argument("--pipelines", action="store_true", help="members train in stages; see benchmarks/soak/pipelines.py")
+    p.add_argument("--fixed", action="store_true", help="a batch of fixed size; see benchmarks/soak/fixed.py")
     p.add_argument("--plan", default="", help="how gradients travel, for the scheduler; empty: as by default")
     p.add_argument("--pace-s", type=float, default=0.1, help="pause in each step")
     p.add_argument("--stuck-s", type=float, default=60.0, help="give up after so long without a step")
@@ -66,6 +69,8 @@ def options() -> argparse.Namespace:
     args.every_s = args.every_s or (2.0 if args.quick else 3.0)
     args.links_every_s = args.every_s if args.links_every_s < 0 else args.links_every_s
     args.schedulers_every_s = 2 * args.every_s if args.schedulers_every_s < 0 else args.schedulers_every_s
+    if args.pipelines and args.fixed:
+        p.error("--pipelines and --fixed exclude each other; give one")
     if args.etcd and not etcd_is_here():
         p.error(f"the program etcd is not installed: {ADVICE}")
     return args
@@ -81,10 +86,10 @@ def epochs_of(args: argparse.Namespace, length: int) -> int:
 
 def main() -> int:
     args = options()
-    if args.pipelines:
-        from benchmarks.soak.pipelines import soak
+    if args.pipelines or args.fixed:
+        from benchmarks.soak import fixed, pipelines
 
-        return soak(args)
+        return (pipelines if args.pipelines else fixed).soak(args)
     length = training_length()
     epochs = epochs_of(args, length)
     result = Result("soak")
@@ -92,7 +97,7 @@ def main() -> int:
         root = Path(args.keep) if args.keep else scratched
         links = f", of links every {args.links_every_s:g} s" if args.links_every_s else ""
         print(f" {epochs} epochs of {length} samples, events every {args.every_s:g} s{links}, seed {args.seed}")
-        crew, driver, seconds = disturbed(root / "soak", args, epochs)
+        crew, driver, seconds = disturbed(root / "soak", args, epochs, Crew)
         main_run = gather(crew, length, driver.links.hurts, driver.schedulers.done)
         report(result, crew, driver, main_run, seconds, length)
         others = {}

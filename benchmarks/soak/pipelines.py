@@ -132,6 +132,7 @@ def member(
     for talker in ("chaos_lightning", "lightning"):
         logging.getLogger(talker).setLevel(logging.ERROR)  # it is in the event log
     about = json.loads((root / "about.json").read_text())
+    about["sample_s"] = about.get("sample_s", 0.0) * (4 if sum(name.encode()) % 2 else 1)
     reporter = Reporter(pipe, Journal(root, name), root / f"strike-{name}", pace_s)
     pipeline_members.member({**about, "endpoint": endpoint, "name": name, "folder": folder}, reporter)
     pipe.send(("done", -1))
@@ -155,7 +156,21 @@ class PipelineCrew(Crew):
         self._layers: dict[str, set[int]] = {}
         self._settled_at = self._end_at = 0.0
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "about.json").write_text(json.dumps({**told(self.folder), "saves": str(self.folder / "saves")}))
+        (self.folder / "about.json").write_text(json.dumps(self.about()))
+
+    def about(self) -> dict[str, Any]:
+        """Returns the members' settings."""
+        return {**told(self.folder), "saves": str(self.folder / "saves")}
+
+    def figures(self, events: Mapping[str, Sequence[Line]]) -> list[tuple[str, float, str]]:
+        """Returns what event logs tell of pipelines, as (what, value, unit); `events` are lines by name."""
+        shapes = [x["shape"] for x in events["pipelines"] if x["view"]]
+        moved = sum(int(x["nbytes"]) for x in events["part_pulled"]) / MIB
+        return [
+            ("plans", len(shapes), "count"), ("shapes of plans", len(set(shapes)), "count"),
+            ("bytes that moved", moved, "MiB"),
+            ("members that began a step again", len(events["units_dropped"]), "count"),
+        ]  # fmt: skip
 
     def turn(self, seconds: float = 0.05) -> None:
         super().turn(seconds)
@@ -224,10 +239,11 @@ def check(journals: Mapping[str, Sequence[Line]], killed: set[str]) -> tuple[dic
     return losses, problems
 
 
-def report(result: Result, crew: Crew, driver: Driver, seconds: float, *, quick: bool) -> dict[int, float]:
+def report(result: Result, crew: PipelineCrew, driver: Driver, seconds: float, *, quick: bool) -> dict[int, float]:
     """Adds the figures of the soak; returns the losses by step."""
-    counts = Counter(action for _, action, _ in driver.done) + driver.links.counts()
-    kinds = (*ACTIONS, *(dict.fromkeys(crew.deck) if crew.relay else ()))
+    schedulers = driver.schedulers
+    counts = Counter(action for _, action, _ in driver.done) + driver.links.counts() + schedulers.counts()
+    kinds = (*ACTIONS, *(dict.fromkeys(crew.deck) if crew.relay else ()), *schedulers.kinds)
     result.add("length", seconds / 60, "min")
     result.add("events carried out", counts.total(), "count")
     for kind in kinds:
@@ -244,13 +260,10 @@ def report(result: Result, crew: Crew, driver: Driver, seconds: float, *, quick:
     by_name = defaultdict[str, list[Line]](list)
     for line in lines:
         by_name[line["name"]].append(line)
-    shapes = [x["shape"] for x in by_name["pipelines"] if x["view"]]
     ends = {x["step"]: x["mono"] for x in reversed(by_name["committed"]) if x["kind"] == "step"}
     gaps = [b - a for a, b in itertools.pairwise(sorted(ends.values()))] or [math.inf]
     for what, value, unit in (
-        ("plans", len(shapes), "count"), ("shapes of plans", len(set(shapes)), "count"),
-        ("bytes that moved", sum(int(x["nbytes"]) for x in by_name["part_pulled"]) / MIB, "MiB"),
-        ("members that began a step again", len(by_name["units_dropped"]), "count"),
+        *crew.figures(by_name),
         ("time between steps, median", median(gaps), "s"), ("time between steps, longest", max(gaps), "s"),
     ):  # fmt: skip
         result.add(what, value, unit)
@@ -260,14 +273,14 @@ def report(result: Result, crew: Crew, driver: Driver, seconds: float, *, quick:
     return losses
 
 
-def compare(result: Result, losses: Mapping[int, float]) -> None:
+def compare(result: Result, losses: Mapping[int, float], about: Mapping[str, Any] = ABOUT) -> None:
     """Adds how far the losses are from those of plain Lightning in one process.
 
     Training amplifies rounding: after 900 steps two undisturbed runs that add the same numbers in different orders may
     differ by more than the bound. What such runs differ by, up to the same step, is taken off.
     """
     last = max(losses)
-    rows, other = alone(strategy="auto", steps=last, **ABOUT)["rows"], alone(steps=last, **ABOUT)["rows"]
+    rows, other = alone(strategy="auto", steps=last, **about)["rows"], alone(steps=last, **about)["rows"]
     rounding = itertools.accumulate((abs(other[step]["loss"] - rows[step]["loss"]) for step in sorted(losses)), max)
     by_rounding = dict(zip(sorted(losses), rounding, strict=True))
     apart = {step: abs(loss - rows[step]["loss"]) for step, loss in losses.items()}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.members import fingerprint
 from benchmarks.soak.checks import Parting, Verdict, check, read
@@ -17,6 +18,7 @@ from benchmarks.soak.member import HELD_OUT, digits, make
 from benchmarks.soak.schedulers import SETTLED_S, control
 from benchmarks.workers import scheduler
 
+C = TypeVar("C", bound=Crew)
 HEARD_S = 1.0
 """A scheduler that has heard a member finds it gone within this time."""
 
@@ -127,9 +129,7 @@ class Standstill:
         return now - self._since > self._patience_s
 
 
-def disturbed(
-    folder: Path, args: argparse.Namespace, epochs: int, make: type[Crew] = Crew
-) -> tuple[Crew, Driver, float]:
+def disturbed(folder: Path, args: argparse.Namespace, epochs: int, make: type[C]) -> tuple[C, Driver, float]:
     """Runs the soak with its faults; returns the processes, the driver of faults and the duration, s.
 
     Args:

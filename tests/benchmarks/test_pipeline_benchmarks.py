@@ -13,6 +13,7 @@ import pytest
 from benchmarks import pipeline_policies as policies
 from benchmarks import pipeline_recovery as recovery
 from benchmarks.pipeline_steps import committed, plan_of, runs
+from benchmarks.soak import fixed
 from benchmarks.soak import pipelines as soak
 from chaos_lightning.errors import PlanError
 from chaos_lightning.events.events import Record
@@ -198,3 +199,45 @@ def test_nobody_is_hurt_whose_layers_are_nowhere_else(tmp_path: Path):
 
 def test_a_crew_without_pipelines_spares_anybody(tmp_path: Path):
     assert soak.Crew("127.0.0.1:1", tmp_path, 1, 1, 0.0).spares("a")
+
+
+# ------------------------------------------------------------------------------------------------ a fixed batch
+
+
+def share(step: int, who: dict[str, float], member: str, used: int, kind: str = "step") -> dict[str, Any]:
+    """Returns the line in which a member says what it used of a step that these members shared."""
+    spent = [{"stream": "", "epoch": 0, "spans": [[0, 2], [2, used]]}] if used else []
+    facts = {"kind": kind, "step": step, "header": f"h{step}", "member": member, "spent": spent}
+    return {"name": "committed", "contributors": [list(row) for row in who.items()], **facts}
+
+
+def test_steps_with_the_chosen_batch_are_counted_by_members():
+    two = {"a~1": 16.0, "b~2": 8.0}
+    lines = [share(1, two, "a~1", 16), share(1, two, "b~2", 8), share(2, {"a~1": 24.0, "b~2": 0.0}, "b~2", 0)]
+    lines += [share(3, {}, "a~1", 0, kind="gather"), share(3, two, "a~1", 16), {"name": "view", "reason": "a joins"}]
+    assert fixed.check_batches(lines) == ({1: 1, 2: 2}, [])
+
+
+@pytest.mark.parametrize(
+    ("who", "used", "says"),
+    [
+        ({"a~1": 16.0, "b~2": 6.0}, 16, "step 5 by a~1 16, b~2 6: not 24 samples"),
+        ({"a~1": 24.0, "b~2": 24.0}, 24, "step 5 by a~1 24, b~2 24: not 24 samples"),
+        ({"a~1": 15.0, "b~2": 9.0}, 15, "step 5 by a~1 15, b~2 9: no whole micro-batches of 2"),
+        ({"a~1": 16.0, "b~2": 8.0}, 14, "step 5 by a~1 16, b~2 8: a~1 used 14"),
+    ],
+)
+def test_a_step_without_the_chosen_batch_is_told_once(who: dict[str, float], used: int, says: str):
+    lines = [share(5, who, "a~1", used), share(5, who, "a~1", used)]
+    assert fixed.check_batches(lines) == ({2: 1}, [says])
+
+
+def test_members_of_a_fixed_batch_have_unequal_speeds_and_any_may_be_lost(tmp_path: Path):
+    crew = fixed.FixedCrew("127.0.0.1:1", tmp_path / "soak", 1, 0, 0.0)
+    about = json.loads((tmp_path / "soak" / "about.json").read_text())
+    assert (about["rule"], about["samples"] % fixed.SAMPLES) == ("fixed:24/2", 0)
+    assert about["sample_s"] > 0 == fixed.ABOUT.get("sample_s", 0)
+    assert crew.spares("a")
+    assert {"split", "island"} <= set(crew.deck)
+    words = [{"reason": "samples of a step by measured speed: a 20, b 4"}, {"reason": "b joins"}]
+    assert [value for _, value, _ in crew.figures({"view": words})] == [1]

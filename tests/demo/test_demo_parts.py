@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.testing.demo import failover, members, nodes, stages
+from chaos_lightning.testing.demo import failover, fixed, members, nodes, stages
 from chaos_lightning.testing.demo.members import QUICK, Size, demo
 from chaos_lightning.testing.demo.nodes import MARK, Cast, NodeDied
 from chaos_lightning.testing.demo.proof import Check, Evidence
@@ -161,7 +161,7 @@ def test_folder_must_be_empty(tmp_path: Path) -> None:
         prepare(tmp_path / "new" / "old.jsonl", "demo")
 
 
-@pytest.mark.parametrize("prove", [members.prove, failover.prove, stages.prove])
+@pytest.mark.parametrize("prove", [members.prove, fixed.prove, failover.prove, stages.prove])
 def test_nothing_is_proved_by_empty_logs(tmp_path: Path, prove: Callable[[Evidence], list[Check]]) -> None:
     EventLog.in_directory(tmp_path / "events", "demo", role="harness").close()
     checks = prove(Evidence(tmp_path, {}))
@@ -257,8 +257,9 @@ def test_what_cannot_begin_is_ended_too(tmp_path: Path) -> None:
 
 
 def test_tidy_keeps_logs_and_report(tmp_path: Path) -> None:
-    for name in ("events/a.jsonl", "out/edge-1.log", "checkpoints/last.ckpt", "chain.sqlite", "report.html", "enough"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    gone = ("out/edge-1.log", "checkpoints/last.ckpt", "alone/checkpoints/last.ckpt", "chain.sqlite", "enough")
+    for name in ("events/a.jsonl", "report.html", *gone):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     tidy(tmp_path)
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["a.jsonl", "report.html"]

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from log_support import whole_lines
 
+from chaos_lightning.testing.demo import ALONE
 from chaos_lightning.testing.demo.proof import Evidence
-from chaos_lightning.testing.demo.stages import ALONE, DEVICES, prove
+from chaos_lightning.testing.demo.stages import DEVICES, prove
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 ROOT = Path(__file__).resolve().parents[2]

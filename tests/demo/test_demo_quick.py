@@ -46,8 +46,8 @@ def failed(checks: list[Check]) -> set[str]:
 def test_demo_proves_its_story(told: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = told
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "ALL 21 LINES HOLD" in done.stdout
-    assert done.stdout.count("│ ok │") == 21
+    assert "ALL 30 LINES HOLD" in done.stdout
+    assert done.stdout.count("│ ok │") == 30
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     checks = prove(Evidence(folder, CODES))

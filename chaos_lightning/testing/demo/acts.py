@@ -7,6 +7,7 @@ was. It lets some steps pass at its end, so that the next one has an undisturbed
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe.fields import integer, number
+from chaos_lightning.testing.demo import ALONE
 from chaos_lightning.testing.demo.nodes import Cast
 from chaos_lightning.testing.demo.proof import words_of
 from chaos_lightning.testing.demo.stage import Stage
@@ -137,3 +139,17 @@ def finish(stage: Stage[Cast], beside: Collection[str] = ()) -> None:
     codes = stage.exits(*staying)
     stage.judge(not any(codes.values()), f"the job finished at step {stage.step}; exit codes: {words_of(codes)}")
     stage.look()
+
+
+def one_process_starts(stage: Stage[Cast]) -> None:
+    stage.say("do", "the same script starts in one process, too, and trains without interruption, for comparison")
+    nodes = stage.nodes
+    command = [sys.executable, "-m", *nodes.training(), "--alone", "--pause=0"]
+    nodes.run(ALONE, command, {}, events=nodes.folder / ALONE)
+
+
+def one_process_ends(stage: Stage[Cast]) -> None:
+    epochs = 1 + max(epoch for slot in stage.timeline.chain() for _, epoch in slot.ledger)
+    stage.say("do", f"the one process ends, once it has trained {epochs} epochs")
+    enough(stage.nodes.folder / ALONE, epochs)
+    stage.exits(ALONE)

@@ -2,7 +2,8 @@
 
 Theory of operation. What happens is a `FaultPlan` (`Size.plan`), as tests and the simulator take it; `chaos-lightning
 demo --plan` prints it; what comes after it, the end of all members and the job's return, no simulator can tell. Every
-act begins when its fault is due, and lets some steps pass, so that each has an undisturbed before and after.
+act begins when its fault is due, and lets some steps pass, so that each has an undisturbed before and after. Then a
+second job has a batch of fixed size (fixed.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from chaos_lightning.events.events import Record
 from chaos_lightning.machine.units import duration
 from chaos_lightning.observe.charts import HOW
 from chaos_lightning.observe.fields import node_of
-from chaos_lightning.testing.demo import acts, proof
+from chaos_lightning.testing.demo import acts, fixed, proof
 from chaos_lightning.testing.demo.nodes import Cast
 from chaos_lightning.testing.demo.proof import Check, Evidence, consecutive, transfer
 from chaos_lightning.testing.demo.stage import Accelerator, Directory, Keep, Pace, Quick, Scenario, Stage, play
@@ -372,8 +373,9 @@ def prove(e: Evidence, roles: Roles = ROLES) -> list[Check]:
 # ------------------------------------------------------------------ the command
 
 
-def scenario(cast: Cast, size: Size) -> Scenario[Cast]:
-    """Returns the scenario of `chaos-lightning demo`, performed by the processes of `cast`."""
+def scenario(cast: Cast, size: Size, *parts: Scenario[Cast]) -> Scenario[Cast]:
+    """Returns the scenario of `chaos-lightning demo`, performed by the processes of `cast`, with these further
+    parts."""
     plan = size.plan
     return Scenario(
         name="demo",
@@ -388,6 +390,7 @@ def scenario(cast: Cast, size: Size) -> Scenario[Cast]:
         prove=prove,
         plan=plan,
         pace=size.pace,
+        parts=parts,
         endings=(cast.close,),
     )
 
@@ -407,6 +410,8 @@ def demo(
         print(size.plan)
         return
     folder = prepare(directory, "demo")
-    arguments = (*size.arguments, f"--accelerator={accelerator}")
-    cast = Cast(folder, arguments, min_nodes=1, workers={ROLES.several: 2})  # the last node must be able to train alone
-    play(scenario(cast, size), folder, keep=keep)
+    there = f"--accelerator={accelerator}"
+    cast = Cast(
+        folder, (*size.arguments, there), min_nodes=1, workers={ROLES.several: 2}
+    )  # the last node must be able to train alone
+    play(scenario(cast, size, fixed.scenario(folder, there)), folder, keep=keep)

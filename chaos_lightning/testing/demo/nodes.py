@@ -84,6 +84,8 @@ class Cast:
         places: Endpoints at which nodes may start a scheduler, by node. All other nodes ask these, in order.
         store: Store of the chain; "": a file in the folder.
         script: Module that workers run.
+        conf: Further settings in --rdzv-conf, each with a comma behind it.
+        own: Further arguments of the training script, by node.
         others: Returns further processes of the demo, not started here, that must not end either.
         nodes: Latest agent of each node, by name.
         earlier: Agent before the latest one, of each node that was started again.
@@ -100,6 +102,8 @@ class Cast:
     places: Mapping[str, str] = field(default_factory=lambda: places_for("edge-1"))
     store: str = ""
     script: str = "chaos_lightning.testing.demo.train"
+    conf: str = ""
+    own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     others: Callable[[], Mapping[str, Child]] = dict
     nodes: dict[str, Child] = field(default_factory=dict)
     earlier: dict[str, Child] = field(default_factory=dict)
@@ -137,7 +141,7 @@ class Cast:
         store = self.store.replace(",", "+") or self.folder / "chain.sqlite"
         return [
             *("--rdzv-backend=chaos", f"--rdzv-endpoint={endpoint}", f"--nnodes={self.min_nodes}:8", *several),
-            *("--max-restarts=3", f"--rdzv-conf=idle_timeout_s=30,store={store}{hosts}"),
+            *("--max-restarts=3", f"--rdzv-conf={self.conf}idle_timeout_s=30,store={store}{hosts}"),
         ]
 
     def words(self, name: str) -> str:
@@ -149,7 +153,7 @@ class Cast:
     def command(self, name: str) -> list[str]:
         """Returns the command that starts this node's agent, as arguments of this Python interpreter."""
         program = ["torch.distributed.run"] if self.workers_of(name) == 1 else ["chaos_lightning.cli", "run"]
-        return [sys.executable, "-m", *program, *self.options(name), "-m", *self.training()]
+        return [sys.executable, "-m", *program, *self.options(name), "-m", *self.training(), *self.own.get(name, ())]
 
     def training(self) -> list[str]:
         """Returns the training script's module and its arguments."""

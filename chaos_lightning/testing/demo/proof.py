@@ -10,7 +10,8 @@ tell: nothing is taken on trust from the program that told the story but the exi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -24,10 +25,13 @@ from chaos_lightning.events.events import Record, read_events
 from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import folds
-from chaos_lightning.observe.fields import node_of, number
+from chaos_lightning.observe.fields import integer, node_of, number
 from chaos_lightning.observe.timeline import Life, SlotFact, Timeline
-from chaos_lightning.testing.demo import LOSS
+from chaos_lightning.testing.demo import ALONE, LOSS, STEP_LOSS
 from chaos_lightning.testing.demo.nodes import before
+
+CLOSE = 1e-4
+"""Largest difference allowed between the loss of a step and that of the same step in one process."""
 
 
 class Check(NamedTuple):
@@ -212,6 +216,30 @@ def falls(what: str, losses: Sequence[float]) -> Check:
 def training(e: Evidence, names: Collection[str]) -> list[Check]:
     """Returns the checks that every demo must pass whose training ends on the given nodes."""
     return [no_step_lost(e), samples(e), one_chain(e), equal_hashes(e), equal_weights(e, names), learned(e)]
+
+
+def losses_of(records: Iterable[Record]) -> dict[int, set[float]]:
+    """Returns all losses that members reported, by step."""
+    found: dict[int, set[float]] = defaultdict(set)
+    for r in records:
+        if r.name == STEP_LOSS:
+            found[integer(r["step"])].add(float(r["loss"]))
+    return found
+
+
+def losses(e: Evidence) -> list[Check]:
+    alone = e.folder / ALONE  # nothing is there if the story broke off before
+    ours, theirs = losses_of(e.records), losses_of(read_events(alone) if any(alone.glob("*.jsonl")) else ())
+    torn = [step for step, values in ours.items() if len(values) > 1]
+    apart = [abs(a - b) for step in ours.keys() & theirs.keys() for a in ours[step] for b in theirs[step]]
+    steps = {s.step for s in e.steps}
+    text = f"{len(apart)} steps compared, largest difference {max(apart, default=0.0):.1e}"
+    whole = set(ours) == steps and steps <= set(theirs)
+    told = f"{len(ours)} steps, {len(torn)} with several"
+    return [
+        Check("each step has one loss, at all members", told, not torn and bool(ours)),
+        Check(f"losses are within {CLOSE:g} of those of one process", text, whole and max(apart, default=1.0) <= CLOSE),
+    ]
 
 
 def audited(e: Evidence) -> list[Check]:

@@ -41,6 +41,7 @@ from chaos_lightning.observe.fields import integer
 from chaos_lightning.observe.outer.board import OuterBoard
 from chaos_lightning.observe.render import draw, from_timeline
 from chaos_lightning.observe.timeline import SlotFact, Timeline
+from chaos_lightning.testing.demo import ALONE
 from chaos_lightning.testing.demo.proof import Check, Evidence, table
 from chaos_lightning.testing.faults import Fault, FaultPlan, Schedule
 
@@ -116,6 +117,7 @@ class Scenario(Generic[N]):
         pace: Rests and deadlines.
         tells: Returns words about an event, which are said once; "": none.
         begin: Called before the first act, to start what it needs.
+        parts: Further parts, each a job with a folder of its own, which are played after the acts.
         endings: Called at the end; they end everything that was started, also by `begin` and by an act that broke off.
     """
 
@@ -127,6 +129,7 @@ class Scenario(Generic[N]):
     pace: Pace = field(default_factory=Pace)
     tells: Callable[[Record], str] = lambda record: ""
     begin: Callable[[], object] = lambda: None
+    parts: Sequence[Scenario[N]] = ()
     endings: Sequence[Callable[[], object]]
 
 
@@ -150,23 +153,25 @@ def play(scenario: Scenario[N], folder: Path, *, keep: bool = False) -> NoReturn
         if find_spec("lightning") is None:
             raise ModuleNotFoundError(name="lightning")
     console = Console()
-    problem, began = "", time.monotonic()
-    with on_stage(console, folder, *scenario.endings):
+    problem, began, stories = "", time.monotonic(), (scenario, *scenario.parts)
+    with on_stage(console, folder, *(end for story in stories for end in story.endings)):
         scenario.begin()
         screen = Screen(console)
         with screen.live or contextlib.nullcontext():
             try:
-                stage = Stage(scenario, screen)
-                for act in scenario.acts:
-                    act(stage)
+                for story in stories:
+                    stage = Stage(story, screen)
+                    for act in story.acts:
+                        act(stage)
             except ChaosError as error:
                 problem = str(error)
                 screen.say("bad", problem)
-            codes = scenario.nodes.exit_codes()
-    checks = scenario.prove(Evidence(folder, codes))
+            codes = [story.nodes.exit_codes() for story in stories]
+    found = (s.prove(Evidence(s.nodes.events.parent, its)) for s, its in zip(stories, codes, strict=True))
+    checks = [check for each in found for check in each]
     good = judge(console, folder, checks, problem, time.monotonic() - began, f"chaos-lightning {scenario.name}")
-    if good and not keep:
-        tidy(folder)
+    for story in stories if good and not keep else ():
+        tidy(story.nodes.events.parent)
     raise typer.Exit(0 if good else 1)
 
 
@@ -224,7 +229,10 @@ def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str,
 
 def tidy(folder: Path) -> None:
     """Deletes everything from the demo's folder except event logs and report."""
-    for path in (*(folder / name for name in ("out", "checkpoints", "etcd")), *folder.glob("*-kept")):
+    for path in (
+        *(folder / name for name in ("out", "checkpoints", "etcd", f"{ALONE}/checkpoints")),
+        *folder.glob("*-kept"),
+    ):
         shutil.rmtree(path, ignore_errors=True)
     for path in (*folder.glob("chain.sqlite*"), *folder.glob("final-*.json"), *folder.glob("*.log"), folder / "enough"):
         path.unlink(missing_ok=True)

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from chaos_lightning.events.events import Record, read_events
+from chaos_lightning.events.events import Record
 from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe.fields import integer
 from chaos_lightning.observe.spans import merge, size
 from chaos_lightning.planning.pipelines.files import to_dict
 from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
-from chaos_lightning.testing.demo import STEP_LOSS, acts, proof
+from chaos_lightning.testing.demo import ALONE, acts, proof
 from chaos_lightning.testing.demo.nodes import Cast, places_for
 from chaos_lightning.testing.demo.proof import Check, Evidence
 from chaos_lightning.testing.demo.stage import Accelerator, Directory, Keep, Pace, Quick, Scenario, Stage, play
@@ -34,9 +33,6 @@ from chaos_lightning.testing.edge.runner import prepare
 DEVICES = tuple(f"dev-{i}" for i in range(1, 7))
 IN_BACKWARD, KILLED, FROZEN = "dev-2", "dev-5", "dev-3"
 SHAPE = "3 x 2"
-ALONE = "alone"
-CLOSE = 1e-4
-"""Largest difference allowed between the loss of a step and that of the same step in one process."""
 VOCABULARY = 256
 
 
@@ -145,20 +141,6 @@ def all_come_back(stage: Stage[Cast]) -> None:
     stage.say("good", f"{len(resumed)} of them went on from their files")
 
 
-def one_process_starts(stage: Stage[Cast]) -> None:
-    stage.say("do", "the same script starts in one process, too, and trains without interruption, for comparison")
-    nodes = stage.nodes
-    command = [sys.executable, "-m", *nodes.training(), "--alone", "--pause=0"]
-    nodes.run(ALONE, command, {}, events=nodes.folder / ALONE)
-
-
-def one_process_ends(stage: Stage[Cast]) -> None:
-    epochs = 1 + max(epoch for slot in stage.timeline.chain() for _, epoch in slot.ledger)
-    stage.say("do", f"the one process ends, once it has trained {epochs} epochs")
-    acts.enough(stage.nodes.folder / ALONE, epochs)
-    stage.exits(ALONE)
-
-
 # ------------------------------------------------------------------ what it proves
 
 
@@ -239,30 +221,6 @@ def parted(e: Evidence) -> Check:
     return Check(what, text, len(at) == 1 and first is not None and first.step == at[0] + 1)
 
 
-def losses_of(records: Iterable[Record]) -> dict[int, set[float]]:
-    """Returns all losses that devices reported, by step."""
-    found: dict[int, set[float]] = defaultdict(set)
-    for r in records:
-        if r.name == STEP_LOSS:
-            found[integer(r["step"])].add(float(r["loss"]))
-    return found
-
-
-def losses(e: Evidence) -> list[Check]:
-    alone = e.folder / ALONE  # nothing is there if the story broke off before
-    ours, theirs = losses_of(e.records), losses_of(read_events(alone) if any(alone.glob("*.jsonl")) else ())
-    torn = [step for step, values in ours.items() if len(values) > 1]
-    apart = [abs(a - b) for step in ours.keys() & theirs.keys() for a in ours[step] for b in theirs[step]]
-    steps = {s.step for s in e.steps}
-    text = f"{len(apart)} steps compared, largest difference {max(apart, default=0.0):.1e}"
-    whole = set(ours) == steps and steps <= set(theirs)
-    told = f"{len(ours)} steps, {len(torn)} with several"
-    return [
-        Check("each step has one loss, at all devices", told, not torn and bool(ours)),
-        Check(f"losses are within {CLOSE:g} of those of one process", text, whole and max(apart, default=1.0) <= CLOSE),
-    ]
-
-
 def equal_tensors(e: Evidence) -> Check:
     """Checks that all devices that own a tensor ended with the same values, by the hashes in their final files."""
     found: dict[str, set[str]] = defaultdict(set)
@@ -288,7 +246,7 @@ def prove(e: Evidence) -> list[Check]:
         proof.no_step_lost(e),
         proof.samples(e),
         proof.one_chain(e),
-        *losses(e),
+        *proof.losses(e),
         proof.equal_hashes(e),
         equal_tensors(e),
         proof.learned(e),
@@ -318,12 +276,12 @@ def demo_pipeline(
             dies_in_backward,
             partial(acts.kill, name=KILLED),
             partial(acts.freeze, name=FROZEN, seconds=FREEZE_S),
-            one_process_starts,
+            acts.one_process_starts,
             partial(devices_come_back, names=(IN_BACKWARD, KILLED)),
             all_leave,
             all_come_back,
             partial(acts.finish, beside=(ALONE,)),
-            one_process_ends,
+            acts.one_process_ends,
         ),
         prove=prove,
         pace=QUICK if quick else Pace(rest_steps=6),

@@ -4,7 +4,8 @@ Theory of operation. The model reads the language reference that ships inside Py
 knows that members come and go: `Trainer(strategy="chaos")` is all there is to it. Three things serve the demo: each
 step is made longer by a pause, standing for a model that would keep an accelerator busy (so that two cores are enough
 for four nodes and for whoever is just starting); training ends at the end of the epoch in which a file appears, by a
-vote as EarlyStopping's; and at the end each member writes down the hash of its weights.
+vote as EarlyStopping's; and at the end each member writes down the hash of its weights. With `--alone` plain
+Lightning trains the same, without pauses, for comparison.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import chaos_lightning  # noqa: F401  (makes "chaos" known to Lightning)
-from chaos_lightning.testing.demo import LOSS
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.testing.demo import ALONE, LOSS, STEP_LOSS
 
 VOCABULARY = 256
 """One token per byte."""
@@ -59,6 +62,8 @@ class GPT(LightningModule):  # type: ignore[misc]
     """A small decoder-only transformer with tied embeddings, trained by AdamW."""
 
     chaos_chain = "blocks"
+    sample_s = 0.0
+    """Seconds added to each sample of a training step."""
 
     def __init__(self, layers: int, width: int, block: int, heads: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
@@ -90,6 +95,7 @@ class GPT(LightningModule):  # type: ignore[misc]
         return F.cross_entropy(F.linear(self.norm(x), self.token.weight).flatten(0, 1), targets.flatten())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        time.sleep(self.sample_s * len(batch[0]))
         return self.loss(batch)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -116,7 +122,7 @@ class Demo(Callback):  # type: ignore[misc]
         time.sleep(self.pause_s)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        loss, session = trainer.callback_metrics.get("val_loss"), trainer.strategy.session  # type: ignore[attr-defined]
+        loss, session = trainer.callback_metrics.get("val_loss"), getattr(trainer.strategy, "session", None)
         if trainer.is_global_zero and loss is not None and session is not None and session.entered:
             session.engine.events.emit(LOSS, epoch=trainer.current_epoch, loss=float(loss))
 
@@ -130,6 +136,29 @@ class Demo(Callback):  # type: ignore[misc]
         return asked.exists() and trainer.current_epoch + 1 >= int(asked.read_text() or 0)
 
 
+class StepLosses(Demo):
+    """`Demo` callback that also logs each step's loss, which is the same at all members.
+
+    Args:
+        folder, pause_s: As for `Demo`.
+        events: Event log of a process that is no member.
+    """
+
+    def __init__(self, folder: Path, pause_s: float, events: EventLog | None = None) -> None:
+        super().__init__(folder, pause_s)
+        self._events, self._step = events, 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        session = getattr(trainer.strategy, "session", None)
+        step = session.engine.header.step if session is not None else trainer.global_step
+        events = session.engine.events if session is not None else self._events
+        if step > self._step and events is not None:  # not so if this member was put out: its batch does not count
+            self._step = step
+            events.emit(STEP_LOSS, step=step, loss=float(outputs["loss"]))
+
+
 def options(description: str | None) -> argparse.ArgumentParser:
     """Returns an argument parser for the training scripts of demos."""
     options = argparse.ArgumentParser(description=description)
@@ -140,6 +169,8 @@ def options(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--batch-size", type=int, default=8)
     options.add_argument("--text", type=int, default=200_000, help="bytes of text")
     options.add_argument("--pause", type=float, default=0.03, help="added to each step, s")
+    options.add_argument("--sample-s", type=float, default=0.0, help="added to each sample of a training step")
+    options.add_argument("--in-order", action="store_true", help="take the text from its beginning to its end")
     options.add_argument("--max-epochs", type=int, default=100)
     options.add_argument("--accelerator", default="cpu", help="as Lightning names it")
     return options
@@ -164,9 +195,10 @@ def fit(args: argparse.Namespace, strategy: Any, callback: Callback) -> tuple[Tr
         log_every_n_steps=10,
     )
     model = GPT(args.layers, args.width, args.block)
+    model.sample_s = args.sample_s
     trainer.fit(
         model,
-        DataLoader(train, args.batch_size, shuffle=True),
+        DataLoader(train, args.batch_size, shuffle=not args.in_order),
         DataLoader(valid, 4 * args.batch_size),
     )
     return trainer, model
@@ -180,10 +212,24 @@ def weights_of(model: LightningModule) -> str:
     return digest.hexdigest()
 
 
+def train_alone(args: argparse.Namespace) -> None:
+    """Trains in plain Lightning what members train with a batch of fixed size; logs the loss of each step."""
+    args.folder, args.sample_s = args.folder / ALONE, 0.0
+    with EventLog.in_directory(os.environ["CHAOS_LOG_DIR"], ALONE, role="script") as events:
+        fit(args, "auto", StepLosses(args.folder, args.pause, events))
+
+
 def main() -> None:
     """Trains until the file `enough` asks for the end, and writes the hash of the weights into a file."""
-    args = options(__doc__).parse_args()
-    trainer, model = fit(args, "chaos", Demo(args.folder, args.pause))
+    parser = options(__doc__)
+    parser.add_argument("--step-losses", action="store_true", help="log each step's loss, equal at all members")
+    parser.add_argument("--alone", action="store_true", help="train by plain Lightning, for comparison")
+    args = parser.parse_args()
+    if args.alone:
+        train_alone(args)
+        return
+    callback = StepLosses if args.step_losses else Demo
+    trainer, model = fit(args, "chaos", callback(args.folder, args.pause))
     session = trainer.strategy.session  # type: ignore[attr-defined]
     if session is not None and not session.departed:
         words = {"member": session.engine.name, "step": trainer.global_step, "weights": weights_of(model)}

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.pipeline.absent import is_absent, named_tensors
 from chaos_lightning.strategies import ChaosPipelineStrategy
-from chaos_lightning.testing.demo import STEP_LOSS
-from chaos_lightning.testing.demo.train import Demo, fit, options
+from chaos_lightning.testing.demo import ALONE
+from chaos_lightning.testing.demo.train import StepLosses, fit, options
 
 
-class Stages(Demo):
+class Stages(StepLosses):
     """`Demo` callback for a device: logs each step's loss, and kills its process in a backward pass once a file asks
     for it.
     """
@@ -34,7 +34,6 @@ class Stages(Demo):
     def __init__(self, folder: Path, pause_s: float) -> None:
         super().__init__(folder, pause_s)
         self._session: Any = None
-        self._step = 0
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._session = trainer.strategy.session  # type: ignore[attr-defined]
@@ -51,14 +50,6 @@ class Stages(Demo):
             words = {"kind": "sigkill", "node": engine.name, "phase": "backward", "step": engine.header.step + 1}
             engine.events.emit("fault_injected", **words)
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        engine = self._session.engine
-        if engine.header.step > self._step:  # not so if this member was put out: its batch does not count
-            self._step = engine.header.step
-            engine.events.emit(STEP_LOSS, step=self._step, loss=float(outputs["loss"]))
 
 
 def held(module: nn.Module) -> dict[str, str]:
@@ -86,7 +77,7 @@ def main() -> None:
         **words,
     )
     # The process for comparison is not asked to stop, or to die.
-    trainer, model = fit(args, strategy, Stages(args.folder / "alone" if args.alone else args.folder, args.pause))
+    trainer, model = fit(args, strategy, Stages(args.folder / ALONE if args.alone else args.folder, args.pause))
     session = strategy.session
     if session is not None and not session.departed:
         about = {"member": session.engine.name, "step": trainer.global_step, "tensors": held(model)}
