@@ -34,6 +34,7 @@ RUN_FILE = ".chaos_run"
 KNOWN_ROWS = 200
 """Number of last rows of a metrics.csv that are compared with what is logged; two commits make fewer final."""
 Version = int | str
+"""Version of a logger; "" where the user names the whole folder."""
 
 
 class LogPlace(NamedTuple):
@@ -45,8 +46,8 @@ class LogPlace(NamedTuple):
     """`trainer.log_dir` of the writer."""
     run: str = ""
     """Mark of the writer's folders; the same for all writers of a run."""
-    versions: Sequence[Version] = ()
-    """Versions of the writer's loggers, in order; "" where another writer cannot go on with one."""
+    versions: Sequence[Version | None] = ()
+    """Versions of the writer's loggers, in order; None where another writer cannot go on with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,10 @@ class Call:
         self.real(*self.args, **self.kwargs)
 
 
-def versions(loggers: Sequence[Logger]) -> list[Version]:
+def versions(loggers: Sequence[Logger]) -> list[Version | None]:
     """Returns the versions of these loggers, which the next writer's loggers continue."""
     known = (CSVLogger, TensorBoardLogger, WandbLogger)
-    return [version if isinstance(v, known) and (version := v.version) is not None else "" for v in loggers]
+    return [logger.version if isinstance(logger, known) else None for logger in loggers]
 
 
 def mark(loggers: Sequence[Logger], run: str, writer: str) -> str:
@@ -116,12 +117,12 @@ def forget(logger: Logger) -> None:
         logger._experiment = None
 
 
-def go_on(logger: Logger, version: Version, run: str, name: str, writer: str) -> bool:
+def go_on(logger: Logger, version: Version | None, run: str, name: str, writer: str) -> bool:
     """Makes this member's logger continue the files or the run of the previous writer's logger.
 
     Args:
         logger: Logger of the trainer, not open or left open when this member was the writer before.
-        version: Version of the other's logger; "": it was not told, and is looked for.
+        version: Version of the other's logger; None: it was not told, and is looked for.
         run: Run with which the other's folder is marked; "": it is not known either.
         name: This member's name.
         writer: Id that tells this member from others; "": the previous writer leaves, and has something to write still.
@@ -129,10 +130,10 @@ def go_on(logger: Logger, version: Version, run: str, name: str, writer: str) ->
     Returns:
         Whether the logger leaves out what the other has written.
     """
-    version = version if version != "" else _marked_last(logger, run)
-    if version != "" and isinstance(logger, WandbLogger):
+    version = version if version is not None else _marked_last(logger, run)
+    if version is not None and isinstance(logger, WandbLogger):
         logger._id = logger._wandb_init["id"] = version
-    elif version != "" and isinstance(logger, CSVLogger | TensorBoardLogger):
+    elif version is not None and isinstance(logger, CSVLogger | TensorBoardLogger):
         logger._version, logger._experiment = version, None
         folder = str(logger.log_dir)
         there = logger._fs.isdir(folder)
@@ -171,13 +172,13 @@ def _marked(folder: str) -> tuple[str, str]:
     return run, writer
 
 
-def _marked_last(logger: Logger, run: str) -> Version:
-    """Returns the version whose folder was marked last by a writer of this run; "" if there is none on this machine."""
+def _marked_last(logger: Logger, run: str) -> Version | None:
+    """Returns the version whose folder was marked last by a writer of this run; None if this machine has none."""
     if not run or not isinstance(logger, CSVLogger | TensorBoardLogger) or not _in_folder(logger):
-        return ""
+        return None
     root = Path(os.path.expandvars(logger.root_dir)).expanduser()
     if not root.is_dir():
-        return ""
+        return None
     own, newest, found = logger._version, -1, ""
     try:
         for folder in root.iterdir():
@@ -189,7 +190,7 @@ def _marked_last(logger: Logger, run: str) -> Version:
     finally:
         logger._version = own
     number = found.removeprefix("version_")
-    return int(number) if number.isdecimal() and found == f"version_{int(number)}" else found
+    return int(number) if number.isdecimal() and found == f"version_{int(number)}" else found or None
 
 
 class _Continued(ExperimentWriter):
@@ -236,5 +237,5 @@ def _own_folder(logger: Logger, name: str) -> None:
     folder = getattr(logger, "log_dir", None)
     if hasattr(logger, "_version") and hasattr(logger, "_experiment") and folder and os.path.isdir(folder):
         version = logger.version
-        logger._version = f"version_{version}-{name}" if isinstance(version, int) else f"{version}-{name}"
+        logger._version = f"version_{version}-{name}" if isinstance(version, int) else f"{version}-{name}".lstrip("-")
         logger._experiment = None

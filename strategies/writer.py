@@ -249,7 +249,7 @@ def open_loggers(
     for place, logger in enumerate(trainer.loggers):
         if logger in opened:  # given twice
             continue
-        version = told.versions[place] if place < len(told.versions) else ""
+        version = told.versions[place] if place < len(told.versions) else None
         opened[logger] = not fresh and go_on(logger, version, told.run, name, writer)
         if hasattr(logger, "experiment"):
             _ = logger.experiment

@@ -314,6 +314,17 @@ def test_the_next_writer_goes_on_with_the_files_of_the_one_before(tmp_path: Path
     ]
 
 
+@pytest.mark.parametrize("name", ["run", ""])
+def test_the_next_writer_goes_on_in_a_folder_that_is_named_wholly(tmp_path: Path, name: str) -> None:
+    old = CSVLogger(tmp_path, name=name, version="")
+    old.log_metrics({"a": 1.0}, step=0)
+    old.save()
+    told = LogPlace("a~1", old.log_dir, mark([old], "", "a"), versions([old]))
+    new = CSVLogger(tmp_path, name=name, version="")
+    next_writer(tmp_path, new, told, {"metrics": {"a": 2.0}, "step": 1})
+    assert [row["a"] for row in metrics(tmp_path / name)] == ["1.0", "2.0"]
+
+
 @pytest.mark.parametrize("let_go", [False, True])
 def test_the_next_writer_writes_what_is_logged_without_a_step(tmp_path: Path, *, let_go: bool) -> None:
     """Values logged without a step get Lightning's own count, which begins at 0 after each save: the next writer
