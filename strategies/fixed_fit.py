@@ -76,7 +76,7 @@ class FixedFit(FitHooks):
     def loader(self, dataloader: Any, **options: Any) -> StepLoader:
         """Returns a loader around the user's training loader, each of whose batches is an optimizer step."""
         size = declared_batch(dataloader)
-        rule = read_setting(self._config.batch, size)
+        rule = read_setting(self._config.batch, max(size, 1))  # a loader that declares no size is refused below
         assert rule is not None, "the setting names a fixed batch"
         self._rule, self._fits = rule, self._config.fits or min(size, rule.samples)
         micro_batches = rule.units if rule.micro_batch else 1

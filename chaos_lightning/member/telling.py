@@ -81,7 +81,8 @@ def global_batch(view: View) -> int:
 
 
 def batch_line(before: View | None, after: View) -> str:
-    """Returns a line on batch and learning rate if this change of views changes the global batch; else "".
+    """Returns a line on the batch, and on what changes its rule, if this change of views changes the global batch; else
+    "".
 
     Each member takes batches of the size that its loader has (protocol.md 10, 25), so that a step has all of theirs.
     """
@@ -93,8 +94,8 @@ def batch_line(before: View | None, after: View) -> str:
     if now == then:
         return ""
     return (
-        f"the global batch is the sum of the members' batches, {now} now and {then} before; the learning rate stays as "
-        "the script sets it. To keep the batch whoever is there: batch=fixed"
+        f"batch=member: a step takes {now} samples now, {then} before; batch=fixed keeps the batch, lr_scaling scales "
+        "the rate"
     )
 
 

@@ -19,6 +19,7 @@ from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import Fact, Topology, pair
+from chaos_lightning.planning.batch import FIXED, Split, read_split
 from chaos_lightning.protocol.types import Progress
 
 SHOWN = 16
@@ -69,6 +70,7 @@ class Showing:
             "members": [self._described(p) for p in shown if p.standing is Standing.MEMBER],
             "others": [self._described(p) for p in shown if p.standing is not Standing.MEMBER],
             "links": links,
+            **self._batch(),
             "counts": counts,
             "pages": -(-len(peers) // PAGE) if len(peers) > SHOWN else 0,
         }
@@ -93,6 +95,22 @@ class Showing:
         told = {"speed": round(peer.tempo.speed, 2)} if peer.tempo.speed else {}
         return {"runs": f"layer{'' if one else 's'} {runs}" if runs else "stands by", **told}
 
+    def _batch(self) -> dict[str, object]:
+        """Returns the rule of a batch of fixed size, as in the setting `batch`; nothing if there is none."""
+        split = self._split()
+        return {"batch": f"{FIXED}:{split.rule}"} if split is not None else {}
+
+    def _split(self) -> Split | None:
+        latest = self._book.latest
+        return read_split(latest.batch, len(latest.members)) if latest is not None else None
+
+    def _samples(self, peer: Peer) -> dict[str, object]:
+        """Returns the number of samples of a step that this member computes, where members share a batch."""
+        latest, split = self._book.latest, self._split()
+        if latest is None or split is None or peer.standing is not Standing.MEMBER:
+            return {}
+        return {"samples": split.samples()[latest.ids().index(peer.id)]}
+
     def _described(self, peer: Peer) -> dict[str, object]:
         return {
             "id": peer.id,
@@ -110,6 +128,7 @@ class Showing:
             "dead": peer.condemned or peer.dead,
             "silent_s": round(self._desk.now - peer.heard, 3) if self._desk.clock is not None else 0.0,
             **self._runs(peer),
+            **self._samples(peer),
         }
 
     # ------------------------------------------------------------------ links

@@ -22,6 +22,7 @@ from chaos_lightning.events.registry import known
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.pipeline_facts import PartPullFact, PipelinesFact, pipelines_of
 from chaos_lightning.observe.spans import Spans
+from chaos_lightning.planning.batch import Split
 
 FREEZES = frozenset({"sigstop", "freeze"})
 THAWS = frozenset({"sigcont", "thaw"})
@@ -104,6 +105,8 @@ class ViewFact:
     joiners: tuple[str, ...]
     reason: str
     t: float
+    split: Split | None = None
+    """Division of a batch of fixed size among the members; None if there is no such batch."""
 
     @property
     def number(self) -> tuple[int, int]:
@@ -444,7 +447,8 @@ class Timeline:
         name = f.view_name(record.get("id"))
         if name and name not in self.views and record.get("members") is not None:
             members, joiners = f.ids(record.get("members")), f.ids(record.get("joiners"))
-            self.views[name] = ViewFact(name, members, joiners, str(record.get("reason", "")), record.t)
+            split = f.split(record.get("batch"), len(members))
+            self.views[name] = ViewFact(name, members, joiners, str(record.get("reason", "")), record.t, split)
 
     def _pipelines(self, record: Record) -> None:
         found = pipelines_of(record)

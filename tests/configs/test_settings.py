@@ -44,7 +44,7 @@ from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig, from
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "settings.md"
 CLASSES = (EngineConfig, ChaosOptions, Settings, SchedulerOptions, PipelineOptions)
-UNITS = {"_s", "_nbytes", "_bps", "_every", "_nodes", "_degree", "_batches", "copies"}
+UNITS = {"_s", "_nbytes", "_bps", "_every", "_nodes", "_degree", "_batches", "copies", "fits"}
 
 MEMBERS, RULES, SCHEDULERS = declared(EngineConfig), declared(Settings), declared(SchedulerOptions)
 PIPELINES = declared(PipelineOptions)
@@ -71,6 +71,8 @@ def other(made: Setting) -> Any:
         "profile": str(PAGE),
         "on_lost_parts": "end",
         "notice": "aws",
+        "batch": "fixed:8/4",
+        "lr_scaling": "linear:2",
     }
     if made.name in special:
         return special[made.name]

@@ -69,8 +69,9 @@ def test_a_newcomer_says_how_it_comes_in() -> None:
 
 
 def test_what_becomes_of_the_batch_is_said_if_it_changes() -> None:
-    said = "the global batch is the sum of the members' batches, {} now and {} before; the learning rate stays as the "
-    said += "script sets it"
+    said = (
+        "batch=member: a step takes {} samples now, {} before; batch=fixed keeps the batch, lr_scaling scales the rate"
+    )
     two = view("a~1", "b~2", quotas=(4, 6), accumulate=2, joiners=("b~2",))
     assert batch_line(view("a~1", quotas=(4,), accumulate=2), two) == said.format(20, 8)
     assert batch_line(None, two) == said.format(20, 8)
