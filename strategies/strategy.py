@@ -37,7 +37,7 @@ from chaos_lightning.strategies.elastic import ElasticPart, OuterTerms, refuse_r
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_assigned, unsharded, whole
 from chaos_lightning.strategies.fingerprint import seed_of
-from chaos_lightning.strategies.fixed_fit import FIXED_TABLE, FixedFit
+from chaos_lightning.strategies.fixed_fit import FIXED_TABLE, FixedFit, warn_unused_fits
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import agree_on_validation
 from chaos_lightning.strategies.outer_refusals import RANKS_TABLE
@@ -210,7 +210,9 @@ class ChaosStrategy(ParallelStrategy):
                         f"{name}={given!r} in a cluster of outer sync: a cluster's push weighs what its members "
                         f"trained, and its batch follows from them. Use {name}={plain} there"
                     )
-        elif self.pipeline is None and config.batch != MEMBER:
+        elif self.pipeline is None:
+            warn_unused_fits(config)
+        if self.pipeline is None and config.batch != MEMBER:
             self.session.hooks = FixedFit(trainer, config, self.collectives, seed_of(self.options.seed))
         if place.rank == 0 and not self.session.hooks.writes:  # a rank of another cluster does
             self.environment.place(1, place.world_size + 1)

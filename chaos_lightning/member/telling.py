@@ -38,7 +38,7 @@ def lines(before: View | None, after: View, me: str, *, carried: bool, replays: 
     old = before.ids() if before is not None else tuple(m for m in new if m != me or me not in after.joiners)
     size = f"{len(new)} member{'s' if len(new) != 1 else ''}"
     if (batch := global_batch(after)) != (global_batch(before) if before is not None else 0):
-        size += f", {batch} sample{'s' if batch != 1 else ''} a step"
+        size += f", {_samples(batch)} a step"
     said = [f"{m} {'left' if carried else _lost(m, after.reason)}: {size}" for m in old if m not in new]
     for m in new:
         if m not in old:
@@ -58,12 +58,19 @@ def _split_lines(before: View | None, after: View) -> list[str]:
     samples, rule = split.samples(), split.rule
     idle = sum(not share for share in samples)
     most = ", ".join(map(str, samples[:_SHARES_TOLD])) + (", ..." if len(samples) > _SHARES_TOLD else "")
-    line = f"a step takes {rule.samples} samples, whoever is there; by rank: {most}"
-    if idle and rule.units < len(samples):
-        line += f"; {idle} of {len(samples)} members are idle, since a step has {rule.units} units to divide"
-    elif idle:
-        line += f"; {idle} idle, which would hold up the others"
+    line = f"a step takes {_samples(rule.samples)}, whoever is there; by rank: {most}"
+    if idle:
+        units = (
+            f"{rule.units} micro-batch{'' if rule.units == 1 else 'es'}" if rule.micro_batch else _samples(rule.units)
+        )
+        few = rule.units < len(samples)
+        why = f"a step has {units} to divide" if few else "a share would hold up the others"
+        line += f"; idle: {idle} of {len(samples)} members, since {why}"
     return [line]
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'' if count == 1 else 's'}"
 
 
 def global_batch(view: View) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chaos_lightning.events.reader import Record
@@ -447,8 +447,10 @@ class Timeline:
         name = f.view_name(record.get("id"))
         if name and name not in self.views and record.get("members") is not None:
             members, joiners = f.ids(record.get("members")), f.ids(record.get("joiners"))
-            split = f.split(record.get("batch"), len(members))
-            self.views[name] = ViewFact(name, members, joiners, str(record.get("reason", "")), record.t, split)
+            self.views[name] = ViewFact(name, members, joiners, str(record.get("reason", "")), record.t)
+        if name in self.views and record.get("batch"):  # a decision, which does not tell it, may have come first
+            view = self.views[name]
+            self.views[name] = replace(view, split=f.split(record.get("batch"), len(view.members)))
 
     def _pipelines(self, record: Record) -> None:
         found = pipelines_of(record)
