@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from chaos_lightning.configs.schema import (
     ChaosStrategyConfig,
@@ -182,6 +183,17 @@ def test_an_option_of_torchrun_is_told_and_read(name: str) -> None:
     assert re.search(rf"^  {name} +{re.escape(made.short)}", conf_help(), re.MULTILINE)
     with pytest.raises(ConfigurationError, match=re.escape(f"{name} ({made.short})")):
         read_options(given={"unheard_of": "1"}, **asked)
+
+
+def test_torchrun_hands_the_rule_for_the_batch_to_its_workers() -> None:
+    given = _parse_rendezvous_config("batch=fixed:64/8,fits=16")
+    asked: dict[str, Any] = {"endpoint": "127.0.0.1:5", "run_id": "j", "nodes": (1, 4), "environ": {}}
+    worker = read_options(given=given, **asked).environment()
+    made = EngineConfig.build({}, worker)
+    assert (made.batch, made.fits, made.lr_scaling) == ("fixed:64/8", 16, "none")
+    assert EngineConfig.build({"batch": "fixed"}, worker).batch == "fixed", "the script's own word goes first"
+    with pytest.raises(ConfigurationError, match=r"batch='fixed:64/7': 64 samples .* take N = 63 or 70"):
+        read_options(given={"batch": "fixed:64/7"}, **asked)
 
 
 def test_torchrun_takes_all_that_it_does_not_say_itself() -> None:
