@@ -19,7 +19,7 @@ from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import Fact, Topology, pair
-from chaos_lightning.planning.batch import FIXED, Split, read_split
+from chaos_lightning.planning.batch import FIXED, read_split
 from chaos_lightning.protocol.types import Progress
 
 SHOWN = 16
@@ -44,7 +44,7 @@ class Showing:
         """Returns facts on members, newcomers and links: those of one page (1, 2, ...), or for page 0 only the abnormal
         ones.
         """
-        members = self._roster.members()
+        members, (batch, samples) = self._roster.members(), self._shared()
         peers = [*members, *(p for p in self._roster.peers.values() if p.standing is not Standing.MEMBER)]
         counts: dict[str, object] = {
             "members": len(members),
@@ -67,10 +67,14 @@ class Showing:
             counts["links"] = dict(states)
             links = self._rows(odd[:SHOWN])
         return {
-            "members": [self._described(p) for p in shown if p.standing is Standing.MEMBER],
+            "members": [
+                self._described(p) | ({"samples": samples[p.id]} if p.id in samples else {})
+                for p in shown
+                if p.standing is Standing.MEMBER
+            ],
             "others": [self._described(p) for p in shown if p.standing is not Standing.MEMBER],
             "links": links,
-            **self._batch(),
+            **batch,
             "counts": counts,
             "pages": -(-len(peers) // PAGE) if len(peers) > SHOWN else 0,
         }
@@ -95,21 +99,13 @@ class Showing:
         told = {"speed": round(peer.tempo.speed, 2)} if peer.tempo.speed else {}
         return {"runs": f"layer{'' if one else 's'} {runs}" if runs else "stands by", **told}
 
-    def _batch(self) -> dict[str, object]:
-        """Returns the rule of a batch of fixed size, as in the setting `batch`; nothing if there is none."""
-        split = self._split()
-        return {"batch": f"{FIXED}:{split.rule}"} if split is not None else {}
-
-    def _split(self) -> Split | None:
+    def _shared(self) -> tuple[dict[str, object], dict[str, int]]:
+        """Returns the rule of a batch of fixed size and each member's samples of a step; both empty without one."""
         latest = self._book.latest
-        return read_split(latest.batch, len(latest.members)) if latest is not None else None
-
-    def _samples(self, peer: Peer) -> dict[str, object]:
-        """Returns the number of samples of a step that this member computes, where members share a batch."""
-        latest, split = self._book.latest, self._split()
-        if latest is None or split is None or peer.standing is not Standing.MEMBER:
-            return {}
-        return {"samples": split.samples()[latest.ids().index(peer.id)]}
+        split = read_split(latest.batch, len(latest.members)) if latest is not None else None
+        if latest is None or split is None:
+            return {}, {}
+        return {"batch": f"{FIXED}:{split.rule}"}, dict(zip(latest.ids(), split.samples(), strict=True))
 
     def _described(self, peer: Peer) -> dict[str, object]:
         return {
@@ -128,7 +124,6 @@ class Showing:
             "dead": peer.condemned or peer.dead,
             "silent_s": round(self._desk.now - peer.heard, 3) if self._desk.clock is not None else 0.0,
             **self._runs(peer),
-            **self._samples(peer),
         }
 
     # ------------------------------------------------------------------ links

@@ -15,6 +15,10 @@ from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.strategies import ChaosOptions, ChaosStrategy
 
 
+SAMPLES = 100
+"""Samples of an epoch that has no short step: 4 of one member, then 8 of two, then 4 of one."""
+
+
 class Falling(Regression):
     """Model with a schedule, which records the rates that hooks see."""
 
@@ -50,9 +54,8 @@ def test_a_member_alone_steps_with_a_part_of_the_rate(tmp_path: Path, double: An
     trainer(tmp_path, strategy="auto", **extra).fit(plain, loader())
     for mine, theirs in zip(weights(model), weights(plain), strict=True):
         torch.testing.assert_close(mine, theirs)
-    steps = run.global_step // 2
-    assert model.rates["batch end"] == pytest.approx([0.05] * 6 + [0.025] * 6)
-    assert model.rates["before step"] == pytest.approx([0.05 / 4] * steps + [0.025 / 4] * steps)
+    assert model.rates["before step"] == pytest.approx(plain.rates["before step"])
+    assert model.rates["batch end"] == pytest.approx([4 * rate for rate in plain.rates["batch end"]])
     assert all(".lr=0.05" in s["hyper"] or ".lr=0.025" in s["hyper"] for s in double.made[0].steps)
     (kept,) = tmp_path.rglob("*.ckpt")
     assert torch.load(kept, weights_only=False)["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(0.0125)
@@ -74,7 +77,7 @@ def test_manual_optimization_is_refused_by_name(tmp_path: Path) -> None:
 
 def by_hand(batches: list[list[Tensor]], chosen_for: int) -> list[Tensor]:
     """Trains on these batches of members, step by step, with a rate that follows their number; returns the weights."""
-    model, (x, y) = Regression(), data().tensors
+    model, (x, y) = Regression(), data(SAMPLES).tensors
     optimizer = model.configure_optimizers()
     for parts in batches:
         for group in optimizer.param_groups:
@@ -89,8 +92,7 @@ def by_hand(batches: list[list[Tensor]], chosen_for: int) -> list[Tensor]:
 
 def test_the_rate_follows_the_members(job: Job) -> None:
     """Two members train, one leaves, and the other goes on: the parameters are those of a computation by hand."""
-    job.fresh(min_nodes=1)
-    spec = {"options": {"lr_scaling": "linear:3"}, "min_nodes": 1, "epochs": 4}
+    spec = {"options": {"lr_scaling": "linear:3"}, "samples": SAMPLES, "epochs": 1}
     job.start("a", gates={1: job.gate("a")}, **spec)
     job.harness.wait_step(1)
     job.start("b", leaves_at=5, **spec)
@@ -105,7 +107,7 @@ def test_the_rate_follows_the_members(job: Job) -> None:
     for number in range(together):
         batches[first + number].append(b["seen"][number])
     for mine, theirs in zip(a["weights"], by_hand(batches, 3), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert all("lr [0.05]" in line for line in a["trace"] if "batch" in line)
 
 
@@ -135,7 +137,6 @@ def test_a_newcomer_replays_the_scaled_steps(job: Job, plain: bool) -> None:
     job.open("a")
     a, _, c = job.finish("a", "b", "c")
     assert [r for r in job.harness.records if r.name == "replayed"]
-    assert not [r for r in job.harness.records if r.name == "drift"]
     pulled = [int(r.get("nbytes")) for r in job.harness.records if r.name == "pull_done" and r.member.startswith("c~")]
     assert pulled[-1] < 200, "counters may differ, weights and moments may not"
     for mine, theirs in zip(a["weights"], c["weights"], strict=True):
@@ -143,9 +144,11 @@ def test_a_newcomer_replays_the_scaled_steps(job: Job, plain: bool) -> None:
 
 
 def test_members_that_name_different_scalings_are_refused_with_both(job: Job) -> None:
-    job.start("a", epochs=400, options={"lr_scaling": "linear:2"}, gates={1: job.gate("a")})
+    job.start("a", options={"lr_scaling": "linear:2"}, gates={1: job.gate("a")})
     job.harness.wait_step(1)
-    job.start("b", epochs=400, options={"lr_scaling": "linear:3"})
-    assert job.harness.wait_exit("b") != 0
-    said = job.harness.children["b"].log.read_text()
-    assert "lr_scaling of b is linear:3, the job's (from a) is linear:2" in said
+    job.start("b", options={"lr_scaling": "linear:3"})
+    job.harness.declare("b")
+    assert job.harness.wait_exit("b") not in (0, None)
+    assert "lr_scaling of b is linear:3, the job's (from a) is linear:2" in job.harness.children["b"].tail()
+    job.open("a")
+    job.finish("a")
