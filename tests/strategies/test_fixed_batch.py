@@ -169,17 +169,6 @@ def test_a_negative_number_fits_nowhere() -> None:
         EngineConfig(fits=-1)
 
 
-def test_members_with_other_rules_are_refused_with_both(job: Any) -> None:
-    start(job, "a", "fixed:16", gates={1: job.gate("one")})
-    job.harness.wait_step(1)
-    start(job, "b", "fixed", batch=8)
-    job.harness.declare("b")
-    assert job.harness.wait_exit("b") not in (0, None)
-    assert "batch of b is fixed:8, the job's (from a) is fixed:16" in job.harness.children["b"].tail()
-    job.open("one")
-    job.finish("a")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("fixed:16", "fixed:24/4"), ("member", "fixed:16"), ("fixed:12", "member")]

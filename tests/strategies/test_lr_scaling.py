@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.strategies import ChaosOptions, ChaosStrategy
 
-
 SAMPLES = 100
 """Samples of an epoch that has no short step: 4 of one member, then 8 of two, then 4 of one."""
 
@@ -141,14 +140,3 @@ def test_a_newcomer_replays_the_scaled_steps(job: Job, plain: bool) -> None:
     assert pulled[-1] < 200, "counters may differ, weights and moments may not"
     for mine, theirs in zip(a["weights"], c["weights"], strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_members_that_name_different_scalings_are_refused_with_both(job: Job) -> None:
-    job.start("a", options={"lr_scaling": "linear:2"}, gates={1: job.gate("a")})
-    job.harness.wait_step(1)
-    job.start("b", options={"lr_scaling": "linear:3"})
-    job.harness.declare("b")
-    assert job.harness.wait_exit("b") not in (0, None)
-    assert "lr_scaling of b is linear:3, the job's (from a) is linear:2" in job.harness.children["b"].tail()
-    job.open("a")
-    job.finish("a")
