@@ -177,15 +177,15 @@ def test_a_checkpoint_of_another_rule_and_world_goes_on_with_what_is_left(
     job: Any, tmp_path: Path, before: str, after: str
 ) -> None:
     """Three steps of one member under one rule, then the rest of the epoch under another with two members."""
-    start(job, "a", before, samples=48, epochs=1, saves=str(tmp_path / "kept"))
+    start(job, "a", before, samples=60, epochs=1, saves=str(tmp_path / "kept"))
     (whole,) = job.finish("a")
     job.again(min_nodes=2)
-    spec = {"samples": 48, "epochs": 2, "ckpt_path": str(tmp_path / "kept" / "step=3.ckpt")}
+    spec = {"samples": 60, "epochs": 2, "ckpt_path": str(tmp_path / "kept" / "step=3.ckpt")}
     for name in "bc":
         start(job, name, after, **spec)
     reports = job.finish("b", "c")
     taken = 3 * {"fixed:16": 16, "fixed:12": 12, "member": 4}[before]
     each = {"fixed:24/4": 24, "fixed:16": 16, "member": 8}[after]
-    steps = -(-(48 - taken) // each) + -(-48 // each)
-    assert len(whole["losses"]) == -(-48 // (taken // 3))
+    steps = -(-(60 - taken) // each) + -(-60 // each)
+    assert len(whole["losses"]) == -(-60 // (taken // 3))
     assert [len(r["losses"]) for r in reports] == [steps, steps]
