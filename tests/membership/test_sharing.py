@@ -72,7 +72,7 @@ def test_a_slow_member_gets_less_with_a_view_of_the_same_members() -> None:
 
 def test_the_status_tells_the_rule_each_share_and_why() -> None:
     talk = talk_of("a", "b", "c")
-    talk.sample_s = {"a": 1.0, "b": 1.0, "c": 9.0}
+    talk.sample_s = {"a": 1.0, "b": 1.0, "c": 4.0}
     go_on(talk, PAUSE_STEPS)
     said = cast(Any, talk.machine.snapshot())
     assert said["batch"] == "fixed:12"

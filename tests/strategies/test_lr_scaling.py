@@ -98,13 +98,13 @@ def test_the_rate_follows_the_members(job: Job) -> None:
     job.wait_admitted("b")
     job.open("a")
     a, b = job.finish("a", "b")
-    first = next(r.get("step") for r in job.harness.records if r.name == "joined" and r.member.startswith("b~"))
-    assert first == 1
-    together = b["step"] - first
-    assert 0 < together < a["step"] - first
-    batches = [[rows] for rows in a["seen"]]
-    for number in range(together):
-        batches[first + number].append(b["seen"][number])
+    steps = {r.get("step"): r.get("contributors") for r in job.harness.records if r.name == "committed"
+             and r.member.startswith("a~") and r.get("kind") == "step"}  # fmt: skip
+    seen = {"a": iter(a["seen"]), "b": iter(b["seen"])}
+    batches = [[next(seen[member[0]]) for member, _ in steps[number]] for number in sorted(steps)]
+    assert sum(len(parts) == 2 for parts in batches) > 2
+    assert len(batches[0]) == len(batches[-1]) == 1
+    assert sum(len(part) for parts in batches for part in parts) == SAMPLES
     for mine, theirs in zip(a["weights"], by_hand(batches, 3), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert all("lr [0.05]" in line for line in a["trace"] if "batch" in line)
