@@ -34,7 +34,7 @@ from chaos_lightning.events.events import DAY_NBYTES
 from chaos_lightning.machine.addresses import DEFAULT_PORT, read_ports, split_announced, split_endpoints
 from chaos_lightning.machine.notices import NoticePlan
 from chaos_lightning.machine.process_table import process_began
-from chaos_lightning.planning.batch import MEMBER, check_rule
+from chaos_lightning.planning.batch import MEMBER, UNSCALED, check_rule, check_scaling
 from chaos_lightning.planning.plans import DEFAULT_PLAN, absolute_plan, read_plan
 from chaos_lightning.planning.shards import POLICIES, wrong_policy
 from chaos_lightning.protocol.types import PlanSpec, Settings, check_nodes, is_name
@@ -203,6 +203,14 @@ class EngineConfig:
         "as many as the loader's batch.",
         check=at_least(0, "a number of samples, or 0 for the loader's batch"),
     )
+    lr_scaling: str = setting(
+        UNSCALED,
+        "Learning rate under batch=member: none or linear:M0. none: what the script sets, whoever is there. linear:M0: "
+        "each step multiplies it by the members of that step / M0, the number of members that it was chosen for; "
+        "schedules and checkpoints keep the script's own rate. Equal at all members.",
+        check=check_scaling,
+        metavar="RULE",
+    )
     transfer: str = setting(
         "adaptive",
         f"Which member sends this one which part of the state: {', '.join(POLICIES)}, or MODULE:CLASS. adaptive is "
@@ -249,6 +257,11 @@ class EngineConfig:
         _ = self.endpoints
         check_each(self)
         check_nodes(self.min_nodes, self.max_nodes)
+        if self.lr_scaling != UNSCALED and self.batch != MEMBER:
+            raise ConfigurationError(
+                f"lr_scaling={self.lr_scaling!r} with batch={self.batch!r}: such a batch is the same whoever is there, "
+                f"so nothing is to be scaled. Leave lr_scaling at {UNSCALED}, or take batch={MEMBER}"
+            )
         for name in self.neighbour_names:
             if is_name(name):
                 raise ConfigurationError(f"neighbours={self.neighbours!r}: {name!r} is no node's or member's name")

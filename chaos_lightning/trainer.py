@@ -47,7 +47,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from chaos_lightning.collectives.canonical import run_words
-from chaos_lightning.collectives.hyper import default_words, hyper_words
+from chaos_lightning.collectives.hyper import default_words, hyper_words, scaled
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.data.parts import part_of
@@ -69,7 +69,7 @@ from chaos_lightning.member.micro_batches import MicroBatches
 from chaos_lightning.member.participation import Footing, Participation
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.pipeline.hooked import alone
-from chaos_lightning.planning.batch import MEMBER
+from chaos_lightning.planning.batch import MEMBER, members_of_rate
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
@@ -169,6 +169,7 @@ class Trainer:
         self._comparison = StateComparison(self.engine)
         self._clip = training.Clipping()
         self._scaler: GradScaler | None = None
+        self._scaled_for = members_of_rate(self.engine.config.lr_scaling)
         self._member = Participation(self._put_out, self._left, self.engine)
         self._start = checkpoints.Start(self._member.checkpoints)
         self._let_in = False
@@ -305,6 +306,7 @@ class Trainer:
             "extra state": ", ".join(f"{name} {type(value).__name__}" for name, value in sorted((extra or {}).items())),
             **({"training data": part_of(getattr(loader, "dataset", None))} if data == "shared" else {}),
             **run_words(model, {"hyperparameter": hparams or {}}, own_hparams),
+            **({"lr_scaling": engine.config.lr_scaling} if self._scaled_for else {}),
         }
         self._join(state, elastic, accumulate, words, (found or LoadedCheckpoint()) if loaded else None)
         return self._batches(elastic, state, epochs)
@@ -334,7 +336,7 @@ class Trainer:
                 quota=loader.quota,
                 accumulate=accumulate,
                 state=state,
-                replay=ModuleReplay(state, self._clip),
+                replay=ModuleReplay(state, self._clip, scaled_for=self._scaled_for),
                 loaded=loaded,
             )
             self._entered(loader, resumed_at)
@@ -501,7 +503,8 @@ class Trainer:
             return False
         self._micro_batches.forget()
         self.engine.losses.tell(header.step)
-        self._apply(header, self._optimizer)
+        with scaled(self._optimizer, header.lr_factor(self._scaled_for)):
+            self._apply(header, self._optimizer)
         self._micro_batches.stepped()
         return True
 

@@ -35,6 +35,7 @@ UNUSED = {
     "ingress_bps": "a member pulls each part of the model from those that own it",
     "batch": "a step has micro_batches times the loader's batch, whoever is there",
     "fits": "a micro-batch has the loader's batch",
+    "lr_scaling": "a step has the same samples whoever is there",
 }
 """Settings without effect with pipelines, and why."""
 

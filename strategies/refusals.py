@@ -142,6 +142,17 @@ TABLE: tuple[Refusal, ...] = (
 )
 
 
+SCALED_TABLE: tuple[Refusal, ...] = (
+    Refusal(
+        "manual optimization",
+        "your code decides which optimizer steps when, and at which rate; multiply the rate by trainer.world_size / M0 "
+        "there, and leave lr_scaling at none",
+        lambda t: "" if t.lightning_module.automatic_optimization else "automatic_optimization = False",
+    ),
+)
+"""Refusals where learning rates follow the number of members, beside those of strategy `chaos`."""
+
+
 def _line(row: Refusal, found: str) -> str:
     """Returns a line of an error: what was found, the feature's name unless already mentioned, and why it is not
     supported.

@@ -77,12 +77,15 @@ class LightningReplay:
 
     Args:
         trainer: Trainer in fit, set up: its module, optimizers and precision plugin exist.
+        scaled_for: As of `OptimizerReplay`.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, scaled_for: int = 0) -> None:
         self._trainer = trainer
         self._vouched = vouched_by(trainer.lightning_module)
-        self._steps = OptimizerReplay(trainer.optimizers, self._clip, vouched=self._vouched, within=True)
+        self._steps = OptimizerReplay(
+            trainer.optimizers, self._clip, vouched=self._vouched, within=True, scaled_for=scaled_for
+        )
 
     def replayable(self) -> str:
         """Returns why this fit cannot be replayed; "" if it can."""

@@ -28,6 +28,7 @@ from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning
 from torch import Tensor
 from torch.optim import Optimizer
 
+from chaos_lightning.collectives.hyper import scaled
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.errors import (
@@ -48,6 +49,7 @@ from chaos_lightning.member.participation import Footing, Participation
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.member.training import least_batch
 from chaos_lightning.member.unit_steps import Attempt
+from chaos_lightning.planning.batch import members_of_rate
 from chaos_lightning.protocol.types import GENESIS, Header, Kind, View
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.settings import ChaosOptions, EngineConfig
@@ -164,6 +166,10 @@ class FitSession:
         """Id of the member that was rank 0 after the previous slot."""
         self.within: bool | None = None
         """Whether the closure that runs has averaged, or (False) its step does not take place; None before that."""
+        self._scaled_for = 0
+        """Number of members for which learning rates were chosen (`lr_scaling`); 0: they are not scaled."""
+        self._lr_factor = 1.0
+        """Factor of learning rates in the step that was committed last, from its header."""
         self._uncommitted: dict[str, Any] | None = None
         """Loop counters without the batch in which this member left; None if a step uses that batch."""
 
@@ -277,6 +283,8 @@ class FitSession:
             trainer, elastic, trainer.strategy.reduce, extra, self._adopt_extra, hooks.beside, self._reload, hooks.rest
         )
         self._stepper = hooks.stepper(self)
+        # Elsewhere a step has the same samples whoever is there.
+        self._scaled_for = members_of_rate(self.config.lr_scaling) if isinstance(self._stepper, Stepper) else 0
         self._samples = SampleCount(trainer.lr_scheduler_configs if hooks.owns_result else ())
         self._switch_as_before = training.switch_quickly()
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers, part_of=hooks.part_of)
@@ -296,11 +304,12 @@ class FitSession:
                     **fingerprint_of(trainer, elastic, assigns_validation=self._assigns_validation),
                     **self.lengths.words(),
                     **hooks.words,
+                    **({"lr_scaling": self.config.lr_scaling} if self._scaled_for else {}),
                 },
                 quota=elastic.quota,
                 accumulate=trainer.accumulate_grad_batches,
                 state=self._state,
-                replay=LightningReplay(trainer) if hooks.replays else None,
+                replay=LightningReplay(trainer, self._scaled_for) if hooks.replays else None,
                 pipelines=hooks.request,
                 batch=hooks.batch,
                 loaded=self.member.checkpoints.loaded
@@ -460,6 +469,7 @@ class FitSession:
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return closure()
         calls, held = 0, not stepper.must_average(number)
+        rates = contextlib.ExitStack()
 
         def averaged() -> Any:
             nonlocal calls
@@ -469,10 +479,13 @@ class FitSession:
                     f"{type(optimizer).__name__} evaluated its closure twice in one step; each evaluation would be a "
                     "step of the whole job. Use an optimizer that evaluates it once"
                 )
-            return self._close_step(number, closure)
+            result = self._close_step(number, closure)
+            rates.enter_context(scaled(optimizer, self._lr_factor))
+            return result
 
         try:
-            output = step(averaged)
+            with rates:
+                output = step(averaged)
         except NoStep:
             end_unused_batch(self)
             return stepper.nothing()
@@ -512,6 +525,7 @@ class FitSession:
         with self.member.slot():
             header = self._committed(number)
             self.member.stepped = (header.step, header.hash)
+            self._lr_factor = header.lr_factor(self._scaled_for)
             self.hooks.stepped(header)
             self.observe()
             if self.stepper.comparison is not None:

@@ -29,7 +29,7 @@ from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.pipeline.device_memory import device_memory
 from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.pipeline.options import PipelineOptions
-from chaos_lightning.planning.batch import MEMBER
+from chaos_lightning.planning.batch import MEMBER, UNSCALED
 from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
 from chaos_lightning.strategies.companion import Companion, Launcher, watch_spikes
@@ -37,7 +37,7 @@ from chaos_lightning.strategies.elastic import ElasticPart, OuterTerms, refuse_r
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_assigned, unsharded, whole
 from chaos_lightning.strategies.fingerprint import seed_of
-from chaos_lightning.strategies.fixed_fit import FIXED_TABLE, FixedFit
+from chaos_lightning.strategies.fixed_fit import FIXED_TABLE, FixedFit, warn_unused_fits
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import agree_on_validation
 from chaos_lightning.strategies.outer_refusals import RANKS_TABLE
@@ -46,6 +46,7 @@ from chaos_lightning.strategies.pipeline_model import PipelineModel
 from chaos_lightning.strategies.place import Place, end_evaluating, place_to_evaluate
 from chaos_lightning.strategies.preparing import DataTurn
 from chaos_lightning.strategies.refusals import (
+    SCALED_TABLE,
     TABLE,
     Refusal,
     check_host_version,
@@ -203,12 +204,15 @@ class ChaosStrategy(ParallelStrategy):
             self.session.hooks = self._pipeline_fit(trainer, self.pipeline)
         if self.outer is not None:
             self.session.hooks = ElasticPart(trainer, self.outer)
-            if config.batch != MEMBER:
-                raise UnsupportedError(
-                    f"batch={config.batch!r} in a cluster of outer sync: a cluster's push weighs what its members "
-                    "trained, and its batch follows from them. Use batch=member there"
-                )
-        elif self.pipeline is None and config.batch != MEMBER:
+            for name, plain in (("batch", MEMBER), ("lr_scaling", UNSCALED)):
+                if (given := getattr(config, name)) != plain:
+                    raise UnsupportedError(
+                        f"{name}={given!r} in a cluster of outer sync: a cluster's push weighs what its members "
+                        f"trained, and its batch follows from them. Use {name}={plain} there"
+                    )
+        elif self.pipeline is None:
+            warn_unused_fits(config)
+        if self.pipeline is None and config.batch != MEMBER:
             self.session.hooks = FixedFit(trainer, config, self.collectives, seed_of(self.options.seed))
         if place.rank == 0 and not self.session.hooks.writes:  # a rank of another cluster does
             self.environment.place(1, place.world_size + 1)
@@ -257,6 +261,8 @@ class ChaosStrategy(ParallelStrategy):
                 refuse_ranks(self.session.config, self.data, self.outer)
             if isinstance(self.session.hooks, FixedFit):
                 refuse(self.session.trainer, early=True, table=FIXED_TABLE, strategy="chaos with batch=fixed")
+            elif self.pipeline is None and self.session.config.lr_scaling != UNSCALED:
+                refuse(self.session.trainer, early=True, table=SCALED_TABLE, strategy="chaos with lr_scaling")
             warn_ignored(self.session.trainer, len(self.parallel_devices or ()))
             self._turn.begin(self.session.config.job)
 

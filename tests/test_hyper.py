@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam
 
-from chaos_lightning.collectives.hyper import hyper_words, set_hyper
+from chaos_lightning.collectives.hyper import hyper_words, scaled, set_hyper
 from chaos_lightning.errors import StateError
 
 
@@ -113,3 +113,24 @@ def test_words_of_another_kind_are_refused(words: str) -> None:
     with pytest.raises(StateError, match="cannot be set here"):
         set_hyper([taker], words)
     assert taker.param_groups[0]["lr"] == 0.1
+
+
+def test_rates_are_scaled_within_a_block_alone() -> None:
+    shared, weights = torch.tensor(0.5), [torch.zeros(2, requires_grad=True) for _ in range(3)]
+    rates = (0.1, shared, shared)
+    given = SGD([{"params": [w], "lr": rate} for w, rate in zip(weights, rates, strict=True)])
+    with scaled(given, 3.0):
+        assert [float(g["lr"]) for g in given.param_groups] == pytest.approx([0.3, 1.5, 1.5])
+    assert [g["lr"] for g in given.param_groups] == [0.1, shared, shared]
+    assert all(g["lr"] is shared for g in given.param_groups[1:])
+    assert shared == 0.5
+
+
+def test_a_rate_that_a_hook_sets_meanwhile_stays() -> None:
+    given = optimizer()
+    with scaled(given, 3.0):
+        given.param_groups[0]["lr"] = 0.7
+    assert given.param_groups[0]["lr"] == 0.7
+    del given.param_groups[0]["lr"]
+    with scaled(given, 3.0):
+        assert "lr" not in given.param_groups[0]

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import numbers
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -87,6 +88,24 @@ def set_hyper(optimizers: Sequence[Optimizer], words: str) -> None:
                 group[key] = _filled(group.get(key), _value(text))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
             raise StateError(f"a committed step's hyperparameter {word[:100]!r} cannot be set here: {error}") from error
+
+
+@contextlib.contextmanager
+def scaled(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Context manager in whose block an optimizer's learning rates are `factor` times what they are before and after.
+
+    Rates that the block itself sets stay. Tensors are replaced for that time, since groups may share one.
+    """
+    own = [(group, group["lr"]) for group in optimizer.param_groups if factor != 1.0 and "lr" in group]
+    used = [rate * factor for _, rate in own]
+    for (group, _), rate in zip(own, used, strict=True):
+        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for (group, before), rate in zip(own, used, strict=True):
+            if group["lr"] is rate:
+                group["lr"] = before
 
 
 def _literal(value: object) -> str:

@@ -359,6 +359,7 @@ class Shell:
     def _viewed(self, view: View, *, carried: bool) -> None:
         me = self.machine.member_id
         owned = {"owns": division(view).owned(me)} if view.pipelines and view.find(me) is not None else {}
+        split = {"batch": view.batch} if view.batch else {}
         self.events.emit(
             "view",
             id=str(view.id),
@@ -370,6 +371,7 @@ class Shell:
             plan=view.plan.kind,
             trees=[(tree.weight, tree.members, tree.parents) for tree in view.plan.trees],
             **owned,
+            **split,
         )
         gone = view.find(self.machine.member_id) is None
         self.mailbox.post(

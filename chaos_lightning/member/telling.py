@@ -38,7 +38,7 @@ def lines(before: View | None, after: View, me: str, *, carried: bool, replays: 
     old = before.ids() if before is not None else tuple(m for m in new if m != me or me not in after.joiners)
     size = f"{len(new)} member{'s' if len(new) != 1 else ''}"
     if (batch := global_batch(after)) != (global_batch(before) if before is not None else 0):
-        size += f", {batch} sample{'s' if batch != 1 else ''} a step"
+        size += f", {_samples(batch)} a step"
     said = [f"{m} {'left' if carried else _lost(m, after.reason)}: {size}" for m in old if m not in new]
     for m in new:
         if m not in old:
@@ -58,12 +58,19 @@ def _split_lines(before: View | None, after: View) -> list[str]:
     samples, rule = split.samples(), split.rule
     idle = sum(not share for share in samples)
     most = ", ".join(map(str, samples[:_SHARES_TOLD])) + (", ..." if len(samples) > _SHARES_TOLD else "")
-    line = f"a step takes {rule.samples} samples, whoever is there; by rank: {most}"
-    if idle and rule.units < len(samples):
-        line += f"; {idle} of {len(samples)} members are idle, since a step has {rule.units} units to divide"
-    elif idle:
-        line += f"; {idle} idle, which would hold up the others"
+    line = f"a step takes {_samples(rule.samples)}, whoever is there; by rank: {most}"
+    if idle:
+        units = (
+            f"{rule.units} micro-batch{'' if rule.units == 1 else 'es'}" if rule.micro_batch else _samples(rule.units)
+        )
+        few = rule.units < len(samples)
+        why = f"a step has {units} to divide" if few else "a share would hold up the others"
+        line += f"; idle: {idle} of {len(samples)} members, since {why}"
     return [line]
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'' if count == 1 else 's'}"
 
 
 def global_batch(view: View) -> int:
@@ -81,7 +88,8 @@ def global_batch(view: View) -> int:
 
 
 def batch_line(before: View | None, after: View) -> str:
-    """Returns a line on batch and learning rate if this change of views changes the global batch; else "".
+    """Returns a line on the batch, and on what changes its rule, if this change of views changes the global batch; else
+    "".
 
     Each member takes batches of the size that its loader has (protocol.md 10, 25), so that a step has all of theirs.
     """
@@ -93,8 +101,8 @@ def batch_line(before: View | None, after: View) -> str:
     if now == then:
         return ""
     return (
-        f"the global batch is the sum of the members' batches, {now} now and {then} before; the learning rate stays as "
-        "the script sets it. To keep the batch whoever is there: batch=fixed"
+        f"batch=member: a step takes {now} samples now, {then} before; batch=fixed keeps the batch, lr_scaling scales "
+        "the rate"
     )
 
 

@@ -156,6 +156,6 @@ class Book:
         """Adds a decided view that is in the store; `carried`: whether a header is to carry it."""
         self._add(view, carried=carried)
         self.entered_at = None
-        self._desk.note(
-            "view", id=str(view.id), members=view.ids(), joiners=view.joiners, reason=view.reason, chain=view.chain
-        )
+        split = {"batch": view.batch} if view.batch else {}
+        told = {"id": str(view.id), "members": view.ids(), "joiners": view.joiners, "reason": view.reason}
+        self._desk.note("view", **told, chain=view.chain, **split)

@@ -26,6 +26,7 @@ EVENTS = (
             "plan": "kind",
             "trees": "[weight, members, parents]",
             "owns": "parts of the state that this member owns in it, as [start, stop) of their numbers",
+            "batch": "batch of fixed size and each member's share, as SAMPLES[/MICRO-BATCH]:SHARE[xMEMBERS],...",
         },
     ),
     Event("prepare", "a view is being prepared after a failure", {"number": '"term.number"', "reason": "why"}),

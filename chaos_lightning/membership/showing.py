@@ -19,6 +19,7 @@ from chaos_lightning.membership.parts import division
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import Fact, Topology, pair
+from chaos_lightning.planning.batch import FIXED, read_split
 from chaos_lightning.protocol.types import Progress
 
 SHOWN = 16
@@ -43,7 +44,7 @@ class Showing:
         """Returns facts on members, newcomers and links: those of one page (1, 2, ...), or for page 0 only the abnormal
         ones.
         """
-        members = self._roster.members()
+        members, (batch, samples) = self._roster.members(), self._shared()
         peers = [*members, *(p for p in self._roster.peers.values() if p.standing is not Standing.MEMBER)]
         counts: dict[str, object] = {
             "members": len(members),
@@ -66,9 +67,14 @@ class Showing:
             counts["links"] = dict(states)
             links = self._rows(odd[:SHOWN])
         return {
-            "members": [self._described(p) for p in shown if p.standing is Standing.MEMBER],
+            "members": [
+                self._described(p) | ({"samples": samples[p.id]} if p.id in samples else {})
+                for p in shown
+                if p.standing is Standing.MEMBER
+            ],
             "others": [self._described(p) for p in shown if p.standing is not Standing.MEMBER],
             "links": links,
+            **batch,
             "counts": counts,
             "pages": -(-len(peers) // PAGE) if len(peers) > SHOWN else 0,
         }
@@ -92,6 +98,14 @@ class Showing:
         one = sum(s.end - s.first for s in mine) == 1
         told = {"speed": round(peer.tempo.speed, 2)} if peer.tempo.speed else {}
         return {"runs": f"layer{'' if one else 's'} {runs}" if runs else "stands by", **told}
+
+    def _shared(self) -> tuple[dict[str, object], dict[str, int]]:
+        """Returns the rule of a batch of fixed size and each member's samples of a step; both empty without one."""
+        latest = self._book.latest
+        split = read_split(latest.batch, len(latest.members)) if latest is not None else None
+        if latest is None or split is None:
+            return {}, {}
+        return {"batch": f"{FIXED}:{split.rule}"}, dict(zip(latest.ids(), split.samples(), strict=True))
 
     def _described(self, peer: Peer) -> dict[str, object]:
         return {

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from chaos_lightning.errors import PlanError
 from chaos_lightning.observe.spans import Spans
+from chaos_lightning.planning.batch import Split, read_split
 
 Stream = tuple[str, int]
 """Order of samples in one pass over it: (stream, epoch)."""
@@ -72,6 +74,14 @@ def spans(value: Any) -> Spans:
 def coverage(value: Any) -> tuple[tuple[int, int, Spans], ...]:
     """Returns each row as (first layer, layer after the last one, micro-batches summed in these layers)."""
     return tuple((integer(row[0]), integer(row[1]), spans(row[2])) for row in rows(value) if len(rows(row)) == 3)
+
+
+def split(value: Any, members: int) -> Split | None:
+    """Returns the division of a batch of fixed size among so many members; None if there is none."""
+    try:
+        return read_split(str(value or ""), members)
+    except PlanError:
+        return None
 
 
 def view_number(value: Any) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from chaos_lightning.machine.units import amount, duration, part, rate
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.timeline import Life, ProgressFact, SlotFact, Timeline
+from chaos_lightning.planning.batch import FIXED
 
 _COLOURS = {
     "training": "green",
@@ -124,14 +125,19 @@ def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightni
     chain = timeline.recent(200)
     board = Dashboard(title, view=current.id if current else "", reason=current.reason if current else "")
     ranks = {m: i for i, m in enumerate(current.members)} if current else {}
+    split = current.split if current else None
     recent = chain[-20:]
     for life in sorted(timeline.lives.values(), key=lambda x: (ranks.get(x.member, 1 << 30), x.born)):
         if life.ended is None or now - life.ended <= ENDED_SHOWN_S:
             row = _row(life, ranks, recent, now)
             if timeline.pipelines and row.rank is not None and not row.remark:
                 row = replace(row, remark=timeline.pipelines[-1].runs(life.member))
+            elif split is not None and row.rank is not None and not row.remark:
+                row = replace(row, remark=_share(split.samples()[row.rank]))
             board.rows.append(row)
     board.figures = _figures(timeline, chain, now)
+    if split is not None:
+        board.figures.append(("batch", f"{FIXED}:{split.rule}"))
     # Members of a slow job tell less often.
     shown_s = max(FLOW_SHOWN_S, recent[-1].first - recent[0].first) if recent else FLOW_SHOWN_S
     board.links = _links(timeline, list(ranks), now - shown_s)
@@ -140,6 +146,11 @@ def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightni
         board.waiting = next((n.text for n in reversed(timeline.notes) if n.name == "notice"), "waiting")
     board.lines = [(now - n.t, n.member, n.text) for n in sorted(timeline.notes, key=lambda n: n.t)[-lines:] if n.text]
     return board
+
+
+def _share(samples: int) -> str:
+    """Returns in words what a member does of a step whose batch is divided."""
+    return f"{samples} sample{'' if samples == 1 else 's'}" if samples else "stands by"
 
 
 def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[SlotFact], now: float) -> Row:
@@ -253,8 +264,9 @@ def from_status(facts: Mapping[str, Any]) -> Dashboard:
     steps = [f.integer(m.get("step")) for m in members]
     count = f.integer(machine.get("counts", {}).get("members", len(members)))
     board.figures = [("phase", phase or "-"), ("members", str(count))]
-    if machine.get("pipelines"):
-        board.figures.append(("pipelines", str(machine["pipelines"])))
+    for what in ("pipelines", "batch"):
+        if machine.get(what):
+            board.figures.append((what, str(machine[what])))
     if step_s := f.number(machine.get("estimated_step_s")):
         board.figures.append(("step estimated", duration(step_s)))
     if machine.get("pages"):
@@ -289,6 +301,7 @@ def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
         state = "joining"
     elif rank is not None:
         state = "training"
+    share = _share(f.integer(member["samples"])) if "samples" in member else ""
     return Row(
         name=str(member.get("id", "")),
         rank=rank,
@@ -296,7 +309,7 @@ def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
         step=f.integer(member.get("step")) if rank is not None else None,
         age_s=f.number(member.get("silent_s")),
         step_time_s=f.number(member.get("step_time_s")) or None,
-        remark=str(member.get("progress") or member.get("runs") or short_host(str(member.get("host", ""))))
+        remark=str(member.get("progress") or member.get("runs") or share or short_host(str(member.get("host", ""))))
         + ("" if member.get("connected", True) else " (not connected)"),
     )
 

@@ -427,12 +427,18 @@ def _samples(timeline: Timeline) -> str:
 
 def _views(timeline: Timeline) -> str:
     rows = []
+    shared = any(view.split is not None for view in timeline.views.values())
     for view in sorted(timeline.views.values(), key=lambda v: (v.t, v.number)):
         names = ", ".join(
             f"{escaped(m)} <span class=small>(joins)</span>" if m in view.joiners else escaped(m) for m in view.members
         )
-        rows.append((escaped(view.id), at(view.t, timeline), str(len(view.members)), names, escaped(view.reason)))
-    return table(("view", "at", "size", "members", "reason"), rows, numbers=(1, 2), empty="no view was decided")
+        words = f"{view.split.rule}: {', '.join(map(str, view.split.samples()))}" if view.split is not None else "-"
+        split = (escaped(words),) if shared else ()
+        rows.append(
+            (escaped(view.id), at(view.t, timeline), str(len(view.members)), names, *split, escaped(view.reason))
+        )
+    head = ("view", "at", "size", "members", *(("batch: samples of each",) if shared else ()), "reason")
+    return table(head, rows, numbers=(1, 2), empty="no view was decided")
 
 
 def notes(told: Iterable[NoteFact], facts: Begun) -> str:

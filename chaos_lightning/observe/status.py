@@ -174,6 +174,8 @@ def _show_links(console: Any, machine: dict[str, Any]) -> None:
     if plan.get("kind"):
         trees = f", {plan['trees']} trees" if plan.get("trees") else ""
         console.print(f"plan: {plan['kind']}{trees}; {plan.get('reason', '')}")
+    if machine.get("batch"):
+        console.print(f"batch: {machine['batch']}, whoever is there")
     if machine.get("pipelines"):
         console.print(f"pipelines: {machine['pipelines']} (pipelines x stages){_steps_of(machine)}")
     told = [row for row in links if row["state"] != "in use" or row["there_bps"] is not None]

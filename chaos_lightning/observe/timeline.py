@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chaos_lightning.events.reader import Record
@@ -22,6 +22,7 @@ from chaos_lightning.events.registry import known
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.pipeline_facts import PartPullFact, PipelinesFact, pipelines_of
 from chaos_lightning.observe.spans import Spans
+from chaos_lightning.planning.batch import Split
 
 FREEZES = frozenset({"sigstop", "freeze"})
 THAWS = frozenset({"sigcont", "thaw"})
@@ -104,6 +105,8 @@ class ViewFact:
     joiners: tuple[str, ...]
     reason: str
     t: float
+    split: Split | None = None
+    """Division of a batch of fixed size among the members; None if there is no such batch."""
 
     @property
     def number(self) -> tuple[int, int]:
@@ -445,6 +448,9 @@ class Timeline:
         if name and name not in self.views and record.get("members") is not None:
             members, joiners = f.ids(record.get("members")), f.ids(record.get("joiners"))
             self.views[name] = ViewFact(name, members, joiners, str(record.get("reason", "")), record.t)
+        if name in self.views and record.get("batch"):  # a decision, which does not tell it, may have come first
+            view = self.views[name]
+            self.views[name] = replace(view, split=f.split(record.get("batch"), len(view.members)))
 
     def _pipelines(self, record: Record) -> None:
         found = pipelines_of(record)

@@ -26,12 +26,15 @@ from chaos_lightning.protocol.types import Span
 MEMBER = "member"
 """Rule by which each member adds its own batch to every step."""
 FIXED = "fixed"
+UNSCALED = "none"
+"""Value of the setting `lr_scaling` by which learning rates stay what the script sets."""
 WORTH = 0.1
 """Share of a step's time that another split has to save before the members get it."""
 MOST_SAMPLES = 1 << 31
 LEAST_S = 1e-12
 """Least time, s, that a sample is taken to need, so that no speed is infinite."""
 _RULE = re.compile(r"(\d{1,10})(?:/(\d{1,10}))?")
+_LINEAR = re.compile(r"linear:([1-9]\d{0,5})")
 _SPLIT = re.compile(r"([^:]*):(.*)")
 _RUN = re.compile(r"(\d{1,10})(?:x(\d{1,10}))?")
 """Share of one member, or of several that follow each other."""
@@ -80,6 +83,22 @@ def check_rule(text: str) -> str:
     return ""
 
 
+def check_scaling(text: str) -> str:
+    """Returns in words what is wrong with a setting `lr_scaling`; "" if nothing is."""
+    good = text == UNSCALED or _LINEAR.fullmatch(text)
+    return (
+        "" if good else f"expected {UNSCALED}, or linear:M0 with M0 the number of members that the rate was chosen for"
+    )
+
+
+def members_of_rate(text: str) -> int:
+    """Returns the number of members M0 for which the learning rate was chosen, as a valid `lr_scaling` says; 0: rates
+    are not scaled.
+    """
+    found = _LINEAR.fullmatch(text)
+    return int(found[1]) if found is not None else 0
+
+
 def read_setting(text: str, loader_batch: int) -> BatchRule | None:
     """Returns the rule that a setting `batch` names; None for `member`.
 
@@ -88,23 +107,23 @@ def read_setting(text: str, loader_batch: int) -> BatchRule | None:
         loader_batch: Batch size of the training loader, which `fixed` alone means.
 
     Raises:
-        ConfigurationError: It is no such setting, N is 0, or N is no multiple of B.
+        ConfigurationError: It is no such setting, N is 0, or N is no multiple of B. The text does not name the setting.
     """
     if text == MEMBER:
         return None
     kind, _, numbers = text.partition(":")
     found = _RULE.fullmatch(numbers or str(loader_batch))
     if kind != FIXED or found is None or (":" in text and not numbers):
-        raise ConfigurationError(f"batch={text!r}; {_EXPECTED}")
+        raise ConfigurationError(_EXPECTED)
     rule = BatchRule(int(found[1]), int(found[2] or 0))
     if not 1 <= rule.samples <= MOST_SAMPLES or found[2] == "0":
-        raise ConfigurationError(f"batch={text!r}; N and B are 1 or more, N is {MOST_SAMPLES} at most")
+        raise ConfigurationError(f"expected N and B of 1 or more, N {MOST_SAMPLES} at most")
     if rule.micro_batch and rule.samples % rule.micro_batch:
         below = rule.samples // rule.micro_batch * rule.micro_batch
         near = [str(n) for n in (below, below + rule.micro_batch) if n]
         raise ConfigurationError(
-            f"batch={text!r}: {rule.samples} samples are no whole number of micro-batches of {rule.micro_batch}; take "
-            f"N = {' or '.join(near)}, or another B"
+            f"{rule.samples} samples are no whole number of micro-batches of {rule.micro_batch}; take N = "
+            f"{' or '.join(near)}, or another B"
         )
     return rule
 

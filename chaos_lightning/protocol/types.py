@@ -357,6 +357,12 @@ class Header:
         """
         return math.fsum(self.weights())
 
+    def lr_factor(self, members: int) -> float:
+        """Returns the factor of learning rates in this step, if they were chosen for so many members (`lr_scaling`); 1
+        for 0, where they are not scaled.
+        """
+        return self.contributors / members if members else 1.0
+
     def flaw(self) -> str:
         """Returns the reason why the header's shares are not in the only valid form; "" if they are."""
         if odd := [s.count for s in self.shares if not 1 <= s.count <= MAX_MEMBERS]:

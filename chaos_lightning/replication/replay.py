@@ -41,7 +41,7 @@ from torch.optim import (
     optimizer,
 )
 
-from chaos_lightning.collectives.hyper import set_hyper
+from chaos_lightning.collectives.hyper import scaled, set_hyper
 from chaos_lightning.collectives.layout import section_of
 from chaos_lightning.errors import StateError
 from chaos_lightning.protocol.types import Header, Kind
@@ -83,6 +83,7 @@ class OptimizerReplay:
         vouched: Value of the module's attribute `chaos_replay`: True: optimizers beyond `PURE` can be replayed, too;
             False: none can; None: it has no such attribute.
         within: Whether to clip inside the closure that `step` is given, as Lightning does; else before `step()`.
+        scaled_for: Number of members for which learning rates were chosen (`lr_scaling`); 0: they are not scaled.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class OptimizerReplay:
         *,
         vouched: bool | None = None,
         within: bool = False,
+        scaled_for: int = 0,
     ) -> None:
         self._optimizers = tuple(optimizers)
         self._clip = clip
         self._vouched = vouched
         self._within = within
+        self._scaled_for = scaled_for
 
     def replayable(self) -> str:
         if self._vouched is False:
@@ -121,11 +124,12 @@ class OptimizerReplay:
             )
         stepping = self._optimizers[number]
         set_hyper(self._optimizers, header.hyper)
-        if self._within:
-            stepping.step(lambda: self._clipped(stepping))
-        else:
-            self._clipped(stepping)
-            stepping.step()
+        with scaled(stepping, header.lr_factor(self._scaled_for)):
+            if self._within:
+                stepping.step(lambda: self._clipped(stepping))
+            else:
+                self._clipped(stepping)
+                stepping.step()
         for group in stepping.param_groups:
             for param in group["params"]:
                 param.grad = None
@@ -173,11 +177,14 @@ class ModuleReplay:
     Args:
         state: Its training state. A model among the extra state is a copy that the loop averages by itself: no replay.
         clip: Clips the gradients of the optimizer that is about to step, as the members did.
+        scaled_for: As of `OptimizerReplay`.
     """
 
-    def __init__(self, state: ModuleState, clip: Callable[[Optimizer], None] | None = None) -> None:
+    def __init__(
+        self, state: ModuleState, clip: Callable[[Optimizer], None] | None = None, *, scaled_for: int = 0
+    ) -> None:
         self._state = state
-        self._steps = OptimizerReplay(state.optimizers, clip, vouched=vouched_by(state.module))
+        self._steps = OptimizerReplay(state.optimizers, clip, vouched=vouched_by(state.module), scaled_for=scaled_for)
 
     def replayable(self) -> str:
         found = [

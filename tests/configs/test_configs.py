@@ -109,6 +109,16 @@ def test_every_member_can_be_told_apart_and_reached() -> None:
     assert strategy.options.plan == "chain"
 
 
+def test_the_batch_and_the_rate_are_chosen_on_the_command_line() -> None:
+    config = composed("strategy.options.batch=fixed:256/32", "strategy.options.fits=64")
+    made = EngineConfig.build(instantiate(config.strategy).options.for_engine(), {})
+    assert (made.batch, made.fits, made.lr_scaling) == ("fixed:256/32", 64, "none")
+    made = EngineConfig.build(
+        instantiate(composed("strategy.options.lr_scaling=linear:4").strategy).options.for_engine(), {}
+    )
+    assert (made.batch, made.lr_scaling) == ("member", "linear:4")
+
+
 @pytest.mark.parametrize("prefix", ["", "file:"])
 def test_the_plan_may_be_a_file_of_trees(tmp_path: Path, prefix: str) -> None:
     path = tmp_path / "plan.yaml"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from chaos_lightning.configs.schema import (
     ChaosStrategyConfig,
@@ -44,7 +45,7 @@ from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig, from
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "settings.md"
 CLASSES = (EngineConfig, ChaosOptions, Settings, SchedulerOptions, PipelineOptions)
-UNITS = {"_s", "_nbytes", "_bps", "_every", "_nodes", "_degree", "_batches", "copies"}
+UNITS = {"_s", "_nbytes", "_bps", "_every", "_nodes", "_degree", "_batches", "copies", "fits"}
 
 MEMBERS, RULES, SCHEDULERS = declared(EngineConfig), declared(Settings), declared(SchedulerOptions)
 PIPELINES = declared(PipelineOptions)
@@ -71,6 +72,8 @@ def other(made: Setting) -> Any:
         "profile": str(PAGE),
         "on_lost_parts": "end",
         "notice": "aws",
+        "batch": "fixed:8/4",
+        "lr_scaling": "linear:2",
     }
     if made.name in special:
         return special[made.name]
@@ -180,6 +183,17 @@ def test_an_option_of_torchrun_is_told_and_read(name: str) -> None:
     assert re.search(rf"^  {name} +{re.escape(made.short)}", conf_help(), re.MULTILINE)
     with pytest.raises(ConfigurationError, match=re.escape(f"{name} ({made.short})")):
         read_options(given={"unheard_of": "1"}, **asked)
+
+
+def test_torchrun_hands_the_rule_for_the_batch_to_its_workers() -> None:
+    given = _parse_rendezvous_config("batch=fixed:64/8,fits=16")
+    asked: dict[str, Any] = {"endpoint": "127.0.0.1:5", "run_id": "j", "nodes": (1, 4), "environ": {}}
+    worker = read_options(given=given, **asked).environment()
+    made = EngineConfig.build({}, worker)
+    assert (made.batch, made.fits, made.lr_scaling) == ("fixed:64/8", 16, "none")
+    assert EngineConfig.build({"batch": "fixed"}, worker).batch == "fixed", "the script's own word goes first"
+    with pytest.raises(ConfigurationError, match=r"batch='fixed:64/7': 64 samples .* take N = 63 or 70"):
+        read_options(given={"batch": "fixed:64/7"}, **asked)
 
 
 def test_torchrun_takes_all_that_it_does_not_say_itself() -> None:

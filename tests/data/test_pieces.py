@@ -2,7 +2,10 @@
 pieces that fit.
 """
 
+import json
+
 import pytest
+from elastic_job import Job
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from step_job import StepJob
@@ -161,6 +164,29 @@ def test_each_sample_is_in_the_step_of_its_place_whoever_dies(length, batch_size
     assert steps == [list(range(length))[i : i + rule.samples] for i in range(0, length, rule.samples)]
     assert job.header.ledger.streams[0].spans == ((0, length),)
     job.close()
+
+
+RULES = [BatchRule(8), BatchRule(12), BatchRule(6, 2), None]
+
+
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in RULES for b in RULES if a != b])
+def test_a_job_of_another_rule_and_world_goes_on_with_what_is_left(before, after):
+    """None: each member adds its own batch."""
+    used, state, taken = [], None, 2
+    for rule, names, steps in ((before, "ab", taken), (after, "abc", 99)):
+        job = ShareJob(numbers(50, {}), names, rule, 3) if rule is not None else Job(numbers(50, {}), names)
+        for loader in job.loaders.values() if state is not None else ():
+            loader.load_state_dict(json.loads(state))
+        for _ in range(steps):
+            if job.loaders["a~1"].epoch_spent() or not job.step():
+                break
+        used += [entry if rule is not None else entry[1] for entry in job.used]
+        state = json.dumps(job.loaders["a~1"].state_dict())
+        job.close()
+    assert sorted(used) == list(range(50))
+    if before is not None and after is not None:
+        assert used == list(range(50)), "the order is the epoch's, whatever the rule"
+        assert len(job.loaders["a~1"]) == taken + -(-(50 - taken * before.samples) // after.samples)
 
 
 @pytest.mark.parametrize("rule", [BatchRule(4), BatchRule(4, 2)])

@@ -30,10 +30,8 @@ def test_join_death_and_leave_are_one_line_each_at_the_others(job: Job) -> None:
         shown(job, name, f"chaos: I join by pause: {number} members")
         shown(job, name, f"chaos: I am rank {number - 1} of {number}")
         shown(job, name, "chaos: the training state is here: ")
-    shown(job, "a", "chaos: the global batch is the sum of the members' batches, 8 now and 4 before; the learning rate")
-    shown(
-        job, "c", "chaos: the global batch is the sum of the members' batches, 12 now and 8 before; the learning rate"
-    )
+    shown(job, "a", "chaos: batch=member: a step takes 8 samples now, 4 before; batch=fixed keeps the batch")
+    shown(job, "c", "chaos: batch=member: a step takes 12 samples now, 8 before; batch=fixed keeps the batch")
     job.harness.kill("c")
     shown(job, "a", "chaos: c~3 is out (")
     shown(job, "b", "chaos: c~3 is out (")

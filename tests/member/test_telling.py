@@ -69,14 +69,49 @@ def test_a_newcomer_says_how_it_comes_in() -> None:
 
 
 def test_what_becomes_of_the_batch_is_said_if_it_changes() -> None:
-    said = "the global batch is the sum of the members' batches, {} now and {} before; the learning rate stays as the "
-    said += "script sets it"
+    said = (
+        "batch=member: a step takes {} samples now, {} before; batch=fixed keeps the batch, lr_scaling scales the rate"
+    )
     two = view("a~1", "b~2", quotas=(4, 6), accumulate=2, joiners=("b~2",))
     assert batch_line(view("a~1", quotas=(4,), accumulate=2), two) == said.format(20, 8)
     assert batch_line(None, two) == said.format(20, 8)
     assert batch_line(two, view("b~2", quotas=(6,), accumulate=2)) == said.format(12, 20)
     assert batch_line(None, view("a~1", "b~2")) == ""
     assert batch_line(view("a~1", "b~2"), view("b~2", "c~3")) == ""
+
+
+ONE, TWO, SLOW = (
+    "a step has 1 sample to divide",
+    "a step has 2 micro-batches to divide",
+    "a share would hold up the others",
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "split", "samples", "shares"),
+    [
+        (2, "256:171,85", "256 samples", "171, 85"),
+        (2, "64/16:2x2", "64 samples", "32, 32"),
+        (2, "1:0,1", "1 sample", f"0, 1; idle: 1 of 2 members, since {ONE}"),
+        (4, "32/16:1,0,1,0", "32 samples", f"16, 0, 16, 0; idle: 2 of 4 members, since {TWO}"),
+        (2, "64/16:4,0", "64 samples", f"64, 0; idle: 1 of 2 members, since {SLOW}"),
+        (9, "9:1x9", "9 samples", "1, 1, 1, 1, 1, 1, 1, 1, ..."),
+    ],
+)
+def test_a_batch_of_fixed_size_is_one_line_with_each_members_share(
+    size: int, split: str, samples: str, shares: str
+) -> None:
+    ids = [f"m{n}~1" for n in range(size)]
+    now = view(*ids, batch=split)
+    *_, last = lines(None, now, ids[0], carried=False)
+    assert last == f"a step takes {samples}, whoever is there; by rank: {shares}"
+    assert batch_line(None, now) == ""
+    assert lines(now, now, ids[0], carried=True) == []
+
+
+def test_another_split_for_the_same_members_is_a_line() -> None:
+    before, after = (view("a~1", "b~2", batch=split) for split in ("4:2x2", "4:3,1"))
+    assert lines(before, after, "a~1", carried=True) == ["a step takes 4 samples, whoever is there; by rank: 3, 1"]
 
 
 @given(*[st.lists(st.sampled_from("abcdef"), unique=True, min_size=1)] * 2)

@@ -5,7 +5,7 @@ not too often (B2, B4).
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from pipelines_talk import Talk
@@ -16,6 +16,7 @@ from chaos_lightning.membership.peers import JobTerms
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.sharing import PAUSE_STEPS, Sharing
+from chaos_lightning.observe.render import from_status
 from chaos_lightning.protocol.types import Decide, Leave, NextView, Notice, Refused, Settings, View
 
 
@@ -67,6 +68,24 @@ def test_a_slow_member_gets_less_with_a_view_of_the_same_members() -> None:
     a, b, c = founded.ids()
     assert talk.view.reason == f"samples of a step by measured speed: {a} 6, {b} 5, {c} 1"
     assert [talk.last(name, NextView) for name in "abc"] == [NextView(talk.view)] * 3
+
+
+def test_the_status_tells_the_rule_each_share_and_why() -> None:
+    talk = talk_of("a", "b", "c")
+    talk.sample_s = {"a": 1.0, "b": 1.0, "c": 4.0}
+    go_on(talk, PAUSE_STEPS)
+    said = cast(Any, talk.machine.snapshot())
+    assert said["batch"] == "fixed:12"
+    assert [(row["id"], row["samples"]) for row in said["members"]] == list(
+        zip(talk.view.ids(), (6, 5, 1), strict=True)
+    )
+    assert said["reason"].startswith("samples of a step by measured speed: ")
+    board = from_status({"machine": said})
+    assert ("batch", "fixed:12") in board.figures
+    assert [row.remark for row in board.rows] == ["6 samples", "5 samples", "1 sample"]
+    plain = cast(Any, talk_of("a", "b", batch="").machine.snapshot())
+    assert "batch" not in plain
+    assert all("samples" not in row for row in plain["members"])
 
 
 def test_members_are_not_given_another_split_soon_after_one() -> None:

@@ -26,6 +26,7 @@ from chaos_lightning.machine.units import amount, duration, time_unit
 from chaos_lightning.observe import charts, commands, following, report
 from chaos_lightning.observe.outer.report import write_reports
 from chaos_lightning.observe.render import Dashboard, Row, draw, from_status, from_timeline, with_logs
+from chaos_lightning.observe.status import _show
 from chaos_lightning.observe.timeline import Timeline
 
 
@@ -249,6 +250,41 @@ def test_samples_a_second_are_counted_and_not_weighed(tmp_path: Path, told: str)
     (tmp_path / run.sources[{"a~1": "b~1", "b~1": "a~1"}[told]]).unlink()
     timeline = Timeline.of(read_events(tmp_path))
     assert ("samples/s", pace) in from_timeline(timeline, run.now).figures
+
+
+def shared_batch() -> Script:
+    """Returns a run in which two members share a batch of fixed size, and get another split while they stay."""
+    run = Script()
+    for member in ("a~1", "b~1"):
+        run.welcome(member, run.process(member[0]), "founder")
+    for reason, split in (("founded", "8/2:2x2"), ("samples of a step by measured speed: a~1 8, b~1 0", "8/2:4,0")):
+        run.view(["a~1", "b~1"], reason)
+        for line in (line for lines in run.lines.values() for line in lines):
+            if line["name"] == "view" and line["id"] == run.view_id:
+                line["batch"] = split
+        for _ in range(3):
+            run.slot()
+    return run
+
+
+def test_a_shared_batch_is_shown_with_each_members_share_and_each_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], unpictured: None
+) -> None:
+    run = shared_batch()
+    logs = run.write(tmp_path)
+    board = from_timeline(Timeline.of(read_events(logs)), run.now)
+    assert ("batch", "fixed:8/2") in board.figures
+    assert [row.remark for row in board.rows] == ["8 samples", "stands by"]
+    page = write_reports(logs)[0].page.read_text()
+    assert "batch: samples of each" in page
+    for split, why in (("8/2: 4, 4", "founded"), ("8/2: 8, 0", "samples of a step by measured speed: a~1 8, b~1 0")):
+        assert [r for r in page.split("<tr>") if f">{split}<" in r and f">{why}<" in r], split
+    rows = [{"id": "a~1", "samples": 171}, {"id": "b~1", "samples": 85}]
+    _show({"job": "j", "endpoint": "e", "term": 1, "min_nodes": 1, "max_nodes": 4,
+           "machine": {"phase": "running", "members": rows, "batch": "fixed:256"}})  # fmt: skip
+    said = capsys.readouterr().out
+    assert "batch: fixed:256, whoever is there" in said
+    assert re.search(r"a~1 +171 *\nb~1 +85 *\n", said)
 
 
 def test_a_status_takes_what_logs_of_the_same_view_tell_more(told: Timeline) -> None:

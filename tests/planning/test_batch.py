@@ -4,6 +4,7 @@ disjoint.
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise, product
 
 import pytest
@@ -18,13 +19,16 @@ from chaos_lightning.planning.batch import (
     Split,
     better,
     check_rule,
+    check_scaling,
     divided,
+    members_of_rate,
     read_rule,
     read_setting,
     read_split,
     span_of,
     speeds_of,
 )
+from chaos_lightning.settings import EngineConfig
 
 speeds = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8)
 
@@ -82,9 +86,35 @@ def test_a_setting_names_a_rule(text: str, rule: BatchRule | None) -> None:
     ],
 )
 def test_a_wrong_setting_is_refused_with_what_to_write_in_its_place(text: str, words: str) -> None:
-    with pytest.raises(ConfigurationError, match="batch="):
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
         read_setting(text, 32)
     assert words in check_rule(text)
+    with pytest.raises(ConfigurationError) as caught:
+        EngineConfig(batch=text)
+    assert re.findall("batch='.*?'", str(caught.value)) == [f"batch={text!r}"], "each name is said once"
+
+
+@pytest.mark.parametrize(("text", "members"), [("none", 0), ("linear:1", 1), ("linear:64", 64)])
+def test_the_learning_rate_is_chosen_for_a_number_of_members(text: str, members: int) -> None:
+    assert check_scaling(text) == ""
+    assert members_of_rate(text) == members
+    assert EngineConfig(lr_scaling=text).lr_scaling == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "linear", "linear:", "linear:0", "linear:-2", "linear:1.5", "linear:two", "linear:2:3", "sqrt:2", "2"]
+)
+def test_a_wrong_scaling_is_refused_with_what_is_expected(text: str) -> None:
+    words = (
+        f"lr_scaling={text!r}: expected none, or linear:M0 with M0 the number of members that the rate was chosen for"
+    )
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        EngineConfig(lr_scaling=text)
+
+
+def test_the_rate_of_a_batch_that_stays_is_not_scaled() -> None:
+    with pytest.raises(ConfigurationError, match=r"lr_scaling='linear:2' with batch='fixed:8'.*or take batch=member"):
+        EngineConfig(lr_scaling="linear:2", batch="fixed:8")
 
 
 def test_the_loaders_batch_must_be_one_that_a_rule_can_have() -> None:

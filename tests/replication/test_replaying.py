@@ -17,8 +17,9 @@ from torch.optim import (
 )
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
+from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.errors import StateError
-from chaos_lightning.protocol.types import NO_VIEW, Header, Kind
+from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, equal_shares
 from chaos_lightning.replication.replay import PURE, OptimizerReplay
 
 TOGETHER = ("SGD fused",)
@@ -173,6 +174,19 @@ def test_other_number_types(dtype: torch.dtype, fused: bool) -> None:
     for entry in member.log[2:]:
         newcomer.apply(*entry)
     same(member, newcomer)
+
+
+def test_a_rate_that_follows_the_members_is_scaled_by_each_header() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = SGD([weight], 0.1)
+    shares = equal_shares([(1.0, 1.0), (2.0, 2.0), (0.0, 0.0)])
+    header = Header(1, Kind.STEP, 1, NO_VIEW, "", NO_VIEW, "section 0", shares, hyper=hyper_words([optimizer]))
+    for scaled_for, moved in ((0, -0.1), (2, -0.15), (6, -0.05)):
+        weight.data.zero_()
+        weight.grad = torch.ones(1)
+        OptimizerReplay([optimizer], scaled_for=scaled_for).replay(header)
+        assert weight.item() == pytest.approx(moved)
+        assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_other_slots_are_passed_over() -> None:

@@ -74,6 +74,10 @@ class EngineDouble:
         return 1
 
     @property
+    def accumulation(self) -> Any:
+        raise AssertionError("the double divides no batch")
+
+    @property
     def sending(self) -> bool:
         return False
 
@@ -93,6 +97,7 @@ class EngineDouble:
         replay: Any = None,
         loaded: LoadedCheckpoint | None = None,
         pipelines: str = "",
+        batch: str = "",
     ) -> Header:
         assert not pipelines, "the double runs no pipelines"
         self.fingerprint, self.state, self.loaded = dict(fingerprint), state, loaded

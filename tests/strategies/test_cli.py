@@ -56,6 +56,29 @@ def test_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert strategy.options == ChaosOptions(plan="tree", overlap=False)
 
 
+def test_with_a_rule_for_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = "--trainer.strategy.init_args.options"
+    made = cli(
+        tmp_path,
+        monkeypatch,
+        "--trainer.strategy=chaos_lightning.strategies.ChaosStrategy",
+        f"{prefix}.batch=fixed:64/8",
+        f"{prefix}.fits=16",
+        f"{prefix}.lr_scaling=none",
+    )
+    strategy = made.trainer.strategy
+    assert isinstance(strategy, ChaosStrategy)
+    config = strategy._config()
+    assert (config.batch, config.fits, config.lr_scaling) == ("fixed:64/8", 16, "none")
+    made = cli(
+        tmp_path,
+        monkeypatch,
+        "--trainer.strategy=chaos_lightning.strategies.ChaosStrategy",
+        f"{prefix}.lr_scaling=linear:4",
+    )
+    assert made.trainer.strategy._config().lr_scaling == "linear:4"  # type: ignore[attr-defined]
+
+
 def test_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = cli(tmp_path, monkeypatch, "--trainer.strategy=chaos_pipeline")
     assert isinstance(made.trainer.strategy, ChaosPipelineStrategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from test_refusals import iter_loader
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies import ChaosStrategy
+from chaos_lightning.strategies.fixed_fit import warn_unused_fits
 
 
 def start(job: Any, name: str, rule: str, **spec: Any) -> None:
@@ -119,3 +122,70 @@ def test_what_a_fixed_batch_cannot_have_is_refused_by_name(
 def test_a_rule_that_is_none_is_refused_with_what_is_expected(rule: str) -> None:
     with pytest.raises(ConfigurationError, match=f"batch={rule!r}.*(expected|take N|N and B)"):
         fixed(rule)._config()
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    ("rule", "batch", "words"),
+    [("fixed:32", 4, "no whole step"), ("fixed", 32, "step"), ("fixed:64/32", 4, "micro-batch")],
+)
+def test_a_batch_beyond_data_whose_rest_is_dropped_is_refused(
+    tmp_path: Path, rule: str, batch: int, words: str
+) -> None:
+    fit = trainer(tmp_path, strategy=fixed(rule))
+    with pytest.raises(
+        ConfigurationError, match=rf"batch='{rule}': the data have 24 samples.*{words}.*drop_last=False"
+    ):
+        fit.fit(Regression(), loader(24, batch, drop_last=True))
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("rule", ["fixed:32", "fixed:32/8"])
+def test_a_batch_beyond_the_data_is_a_whole_epoch_with_a_warning(tmp_path: Path, rule: str) -> None:
+    fit = trainer(tmp_path, strategy=fixed(rule))
+    with (
+        pytest.warns(
+            UserWarning, match=f"batch='{rule}': the data have 24 samples, so a step is a whole epoch of them"
+        ),
+        pytest.raises(AssertionError, match="the double divides no batch"),
+    ):
+        fit.fit(Regression(), loader(24, 4))
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [("member", "the loader's batch is computed at once"), ("fixed:8/4", "a micro-batch is computed at once"),
+     ("fixed:8", None), ("fixed", None)],
+)  # fmt: skip
+def test_what_fits_is_said_to_be_unused_where_another_setting_decides(rule: str, words: str | None) -> None:
+    with pytest.warns(UserWarning, match="^fits=3 is not honoured") if words else contextlib.nullcontext() as told:
+        warn_unused_fits(EngineConfig(batch=rule, fits=3))
+    warn_unused_fits(EngineConfig(batch=rule))
+    assert [words in str(w.message) for w in told or ()] == ([True] if words else [])
+
+
+def test_a_negative_number_fits_nowhere() -> None:
+    with pytest.raises(ConfigurationError, match="fits=-1: expected a number of samples, or 0 for the loader's batch"):
+        EngineConfig(fits=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [("fixed:16", "fixed:24/4"), ("member", "fixed:16"), ("fixed:12", "member")]
+)
+def test_a_checkpoint_of_another_rule_and_world_goes_on_with_what_is_left(
+    job: Any, tmp_path: Path, before: str, after: str
+) -> None:
+    """Three steps of one member under one rule, then the rest of the epoch under another with two members."""
+    start(job, "a", before, samples=60, epochs=1, saves=str(tmp_path / "kept"))
+    (whole,) = job.finish("a")
+    job.again(min_nodes=2)
+    spec = {"samples": 60, "epochs": 2, "ckpt_path": str(tmp_path / "kept" / "step=3.ckpt")}
+    for name in "bc":
+        start(job, name, after, **spec)
+    reports = job.finish("b", "c")
+    taken = 3 * {"fixed:16": 16, "fixed:12": 12, "member": 4}[before]
+    each = {"fixed:24/4": 24, "fixed:16": 16, "member": 8}[after]
+    steps = -(-(60 - taken) // each) + -(-60 // each)
+    assert len(whole["losses"]) == -(-60 // (taken // 3))
+    assert [len(r["losses"]) for r in reports] == [steps, steps]
