@@ -55,7 +55,7 @@ from chaos_lightning.member.part_hashes import PartHashes
 from chaos_lightning.member.part_moves import HeldParts, PartMoves, PartReader
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.transfer import Transfer
-from chaos_lightning.member.unit_steps import MOVES_NOTHING, Attempt, UnitsDone, UnitStep, await_commit, run_attempts
+from chaos_lightning.member.unit_steps import MOVES_NOTHING, Attempt, Attempts, UnitsDone, await_commit
 from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.effects import Committed
@@ -603,12 +603,44 @@ class Engine:
         self._prepared().accumulation.move(header.seq + 1)
         return header
 
+    def begin_step(self, hyper: Callable[[], str], *, order: str, state_hash: str) -> Attempts:
+        """Begins a step whose units the caller runs by itself, in the views that `next_attempt` returns; every member
+        has the whole state. Arguments are as of `step_by_units`; `hyper` is called when units are contributed.
+        """
+        said = {
+            "name": "section 0",
+            "coefficient": 1.0,
+            "order": order,
+            "state_hashes": tuple(filter(None, [state_hash])),
+        }
+        return self._attempts(Kind.STEP, lambda _: said | {"hyper": hyper()})
+
+    def next_attempt(self, attempts: Attempts) -> View | Header:
+        """Waits until the caller is to run the step's units in a view, anew if it has done so before, or until the step
+        is committed. Then averages are where `step_by_units` puts them. Errors are the same, too.
+        """
+        with self._noticing():
+            found = attempts.next()
+        if isinstance(found, View):
+            return found
+        header = self._taken(attempts.step, found)
+        attempts.step.commit(header)
+        self._transfer.settle()
+        return header
+
     def _by_units(
         self, kind: Kind, attempt: Attempt, fields: Callable[[View], Mapping[str, object]]
     ) -> tuple[UnitStep, Header]:
         """Runs units in the present view, contributes their results with these fields to the next slot, and waits for
         its commit.
         """
+        attempts = self._attempts(kind, fields)
+        with self._noticing():
+            commit = attempts.run(attempt)
+        return attempts.step, self._taken(attempts.step, commit)
+
+    def _attempts(self, kind: Kind, fields: Callable[[View], Mapping[str, object]]) -> Attempts:
+        """Begins the next slot, to which results of units go with these fields."""
         made = self._prepared()
         units = made.shell.units
         if units is None:
@@ -623,20 +655,12 @@ class Engine:
             contribution = self._contribution(kind, said, view=view.id)
             self._loop.call(lambda: made.shell.contribute(contribution))
 
-        timeout_s = self.config.step_timeout_s
-        with self._noticing():
-            commit = run_attempts(
-                units,
-                attempt,
-                self._moves or MOVES_NOTHING,
-                self._mail,
-                self.header,
-                contribute,
-                lambda: time.monotonic() + timeout_s,
-                kind,
-            )
+        timeout_s, moves = self.config.step_timeout_s, self._moves or MOVES_NOTHING
+        return Attempts(units, moves, self._mail, self.header, contribute, lambda: time.monotonic() + timeout_s, kind)
+
+    def _taken(self, units: UnitStep, commit: Committed) -> Header:
         try:
-            return units, self._take(commit)
+            return self._take(commit)
         except DisagreementError:
             units.drop()
             raise

@@ -31,7 +31,7 @@ from chaos_lightning.member.entrance import Entrance
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.part_moves import PartMoves, PartReader
 from chaos_lightning.member.shell import Shell
-from chaos_lightning.member.unit_steps import UnitsDone, await_commit, run_attempts
+from chaos_lightning.member.unit_steps import Attempts, UnitsDone, await_commit
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member_parts import MemberParts
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
@@ -109,7 +109,7 @@ def committed(mail: Mailbox, header: Header = CLOSED) -> None:
 
 
 def run(step: Step, moves: Moves, mail: Mailbox, attempt: Callable[[View, int], UnitsDone]) -> fx.Committed:
-    return run_attempts(cast(Any, step), attempt, moves, mail, HEAD, lambda *_: None, lambda: time.monotonic() + 5.0)
+    return Attempts(cast(Any, step), moves, mail, HEAD, lambda *_: None, lambda: time.monotonic() + 5.0).run(attempt)
 
 
 def done(view: View, seq: int) -> UnitsDone:
@@ -209,7 +209,7 @@ def test_who_is_let_go_by_a_decision_serves_and_may_be_taken_back() -> None:
             mail.post(let_go=None, attempt=(THIRD, 4))
         return time.monotonic() + (5.0 if tries < 3 else 0.0)
 
-    found = run_attempts(cast(Any, step), attempt, moves, mail, HEAD, lambda *_: None, deadline)
+    found = Attempts(cast(Any, step), moves, mail, HEAD, lambda *_: None, deadline).run(attempt)
     assert found.header == CLOSED
     assert tries >= 4
     assert step.did == [
