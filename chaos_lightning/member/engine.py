@@ -55,7 +55,7 @@ from chaos_lightning.member.part_hashes import PartHashes
 from chaos_lightning.member.part_moves import HeldParts, PartMoves, PartReader
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.transfer import Transfer
-from chaos_lightning.member.unit_steps import MOVES_NOTHING, Attempt, Attempts, UnitsDone, await_commit
+from chaos_lightning.member.unit_steps import MOVES_NOTHING, Attempt, Attempts, UnitsDone, UnitStep, await_commit
 from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.effects import Committed
