@@ -273,8 +273,8 @@ class Trainer:
             epochs: Passes over the data.
             data: "shared": all members hold the same data set; "local": each has its own.
             seed: Seed of the order of samples; equal on all members.
-            accumulate: Batches of each member per step; with more than one `backward` takes the place of
-                `loss.backward()`. At the end of an epoch a step is made of those that are left.
+            accumulate: Batches of each member per step, not with `batch=fixed`; with more than one `backward` takes the
+                place of `loss.backward()`. At the end of an epoch a step is made of those that are left.
             clip_norm: Bound for the norm of the averaged gradients, as of `torch.nn.utils.clip_grad_norm_`.
             clip_value: Bound for each number in them, as of `torch.nn.utils.clip_grad_value_`.
             scaler: Gradient scaler for float16: `backward` scales losses with it, and `update` steps through it. Its
@@ -517,8 +517,9 @@ class Trainer:
         used.
 
         Returns:
-            Whether a step was made. With `accumulate=N` the last batch of each step makes it. None was made if this
-            member was out and has joined again; the next batch is a fresh one. A step that the scaler leaves out, since
+            Whether a step was made. With `accumulate=N` or `batch=fixed` the last batch of each step makes it, unless
+            the step begins again (`began_again`). None was made if this member was out and has joined again; the next
+            batch is a fresh one. A step that the scaler leaves out, since
             gradients overflowed, counts: all members leave it out.
         """
         if self._member.out:
@@ -769,9 +770,8 @@ class Trainer:
         self._await_release()
 
     def may_stop(self) -> bool:
-        """Returns whether the others can do without this member's share of a step; if they cannot, asks them to.
-
-        Under `batch=fixed` a step lacks what a member does not compute, so a loop trains on until a header lets it go.
+        """Returns whether this member may end its loop; if the others still need its share of each step
+        (`batch=fixed`), asks to leave, and a later step's header lets it go.
         """
         if self.shares is None or not self._member.in_job:
             return True
