@@ -327,7 +327,8 @@ class Trainer:
         found = None
         if resume is not None:
             found = checkpoints.restore(checkpoints.read(Path(resume)), Path(resume), state, elastic)
-        self._micro_batches = MicroBatches(named, accumulate, scaler, buffers, self.shares and self.shares.sums)
+        sums = self.shares.sums if self.shares is not None else None
+        self._micro_batches = MicroBatches(named, accumulate, scaler, buffers, sums)
         self._state, self._optimizer, self._loader, self._scaler = state, optimizer, elastic, scaler
         self._extra = bool(extra or scaler is not None or module_extra(model))
         self._switch_as_before = training.switch_quickly()
@@ -449,7 +450,7 @@ class Trainer:
         for step in shares.loader:
             self._comparison.take(state)
             with self._slot():
-                shares.begin(step, lambda: hyper_words(state.optimizers), self._comparison.hash)
+                shares.begin(step, self.step + 1, lambda: hyper_words(state.optimizers), self._comparison.hash)
             yield from shares.turns()
             if self._member.out:
                 return

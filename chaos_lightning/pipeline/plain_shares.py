@@ -62,6 +62,8 @@ class PlainShares:
         self._attempts: Attempts | None = None
         self._attempt: ShareAttempt | None = None
         self._pieces: list[Piece] = []
+        self._number = 0
+        """Number of the present step."""
         self._turns = 0
         """Number of turns of the present attempt that were begun."""
 
@@ -82,8 +84,15 @@ class PlainShares:
         """Whether a step is under way."""
         return self._attempts is not None
 
-    def begin(self, batch: StepBatch, hyper: Callable[[], str], state_hash: str) -> None:
-        """Begins a step with these samples; the other arguments are those of `Engine.begin_step`."""
+    def begin(self, batch: StepBatch, number: int, hyper: Callable[[], str], state_hash: str) -> None:
+        """Begins a step.
+
+        Args:
+            batch: Samples of the step.
+            number: Number of the step, from 1 on, with those before a checkpoint; random numbers are keyed by it.
+            hyper: As of `Engine.begin_step`.
+            state_hash: As of `Engine.begin_step`.
+        """
         engine, step = self._engine, self._step
         assert step is not None, "attach() comes first"
         attempts = engine.begin_step(hyper, order=self.loader.order, state_hash=state_hash)
@@ -92,6 +101,7 @@ class PlainShares:
         self._attempts = attempts
         self._attempt = ShareAttempt(step, _LOOP, engine.member_id, batch, self._fits, scales=self._scales)
         self.sums.divisor = batch.samples if self._scales else 1.0
+        self._number = number
         self._compute(view)
 
     def _compute(self, view: View) -> None:
@@ -121,7 +131,7 @@ class PlainShares:
         if self.current.last and self._pieces and not self._scales:
             attempt.step.close()
         self._turns += 1
-        self._turn.enter_context(self._randomness.stream("step", self._engine.header.step + 1, piece.number))
+        self._turn.enter_context(self._randomness.stream("step", self._number, piece.number))
         return data
 
     def update(self, *, skipped: bool) -> Header | None:

@@ -128,7 +128,7 @@ def test_a_recovery_has_the_loop_compute_the_new_share_from_the_base() -> None:
     """
     shares, engine, model = made("fixed:4/2", view(1, "4/2:1x2"), view(2, "4/2:2", "a"), None)
     (batch, *_) = iter_steps(shares)
-    shares.begin(batch, str, "")
+    shares.begin(batch, 1, str, "")
     turns = shares.turns()
     (x,) = next(turns)
     assert x.tolist() == [0, 1]
@@ -158,7 +158,7 @@ def iter_steps(shares: PlainShares) -> list[Any]:
 
 def test_a_recovery_between_two_pieces_is_seen_at_the_next_update() -> None:
     shares, engine, model = made("fixed:4", view(1, "4:4,0"), view(2, "4:4", "a"), None, fits=2)
-    shares.begin(iter_steps(shares)[0], str, "")
+    shares.begin(iter_steps(shares)[0], 1, str, "")
     turns = shares.turns()
     (x,) = next(turns)
     assert not turn(shares, model, x)[0]
@@ -174,7 +174,7 @@ def test_a_recovery_between_two_pieces_is_seen_at_the_next_update() -> None:
 def test_a_member_without_a_share_has_a_stand_in_that_changes_nothing() -> None:
     shares, engine, model = made("fixed:4/2", view(1, "4/2:0,2"), view(2, "4/2:0,2"))
     batch = iter_steps(shares)[0]
-    shares.begin(batch, str, "")
+    shares.begin(batch, 1, str, "")
     turns = shares.turns()
     (x,) = next(turns)
     assert shares.current.idle
@@ -188,7 +188,7 @@ def test_a_member_without_a_share_has_a_stand_in_that_changes_nothing() -> None:
 
 def test_a_piece_without_backward_weighs_nothing_and_is_spent() -> None:
     shares, engine, model = made("fixed:4/2", view(1, "4/2:2", "a"), None)
-    shares.begin(iter_steps(shares)[0], str, "")
+    shares.begin(iter_steps(shares)[0], 1, str, "")
     turns = shares.turns()
     next(turns)
     assert shares.update(skipped=True) is None
@@ -201,7 +201,7 @@ def test_a_piece_without_backward_weighs_nothing_and_is_spent() -> None:
 
 def test_who_leaves_within_a_step_has_the_state_of_the_last_header() -> None:
     shares, _, model = made("fixed:4", view(1, "4:4", "a"), fits=2)
-    shares.begin(iter_steps(shares)[0], str, "")
+    shares.begin(iter_steps(shares)[0], 1, str, "")
     (x,) = next(shares.turns())
     turn(shares, model, x)
     shares.drop()
