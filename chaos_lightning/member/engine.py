@@ -564,21 +564,16 @@ class Engine:
         }
         if hashes is None:
             words["state_hashes"] = (state_hash,) if state_hash else ()
-            units, header = self._by_units(Kind.STEP, attempt, lambda _: words)
-            units.commit(header)
-            self._transfer.settle()
-            return header
+            return self.begin_units(Kind.STEP, lambda _: words).run(attempt)
 
         def attempted(view: View, seq: int) -> UnitsDone:
             hashes.at(self.header, view, me)  # the state is that of the header now
             return attempt(view, seq)
 
-        units, header = self._by_units(
-            Kind.STEP, attempted, lambda view: {**words, "state_hashes": hashes.at(self.header, view, me)}
-        )
-        units.commit(header)
+        header = self.begin_units(
+            Kind.STEP, lambda view: {**words, "state_hashes": hashes.at(self.header, view, me)}
+        ).run(attempted)
         self._unstepped = True
-        self._transfer.settle()
         if self._closed_under is not None:
             hashes.settle(header, self._closed_under, me)
         return header
@@ -599,48 +594,17 @@ class Engine:
             FencedError, DisagreementError, DeadlineError: See errors.py.
             Exception: Whatever a unit raised.
         """
-        _, header = self._by_units(Kind.GATHER, attempt, lambda view: {"name": name, "order": order})
+        header = self.begin_units(Kind.GATHER, lambda view: {"name": name, "order": order}).run(attempt)
         self._prepared().accumulation.move(header.seq + 1)
         return header
 
-    def begin_step(self, hyper: Callable[[], str], *, order: str, state_hash: str) -> Attempts:
-        """Begins a step whose units the caller runs by itself, in the views that `next_attempt` returns; every member
-        has the whole state. Arguments are as of `step_by_units`; `hyper` is called when units are contributed.
-        """
-        said = {
-            "name": "section 0",
-            "coefficient": 1.0,
-            "order": order,
-            "state_hashes": tuple(filter(None, [state_hash])),
-        }
-        return self._attempts(Kind.STEP, lambda _: said | {"hyper": hyper()})
+    def begin_units(self, kind: Kind, fields: Callable[[View], Mapping[str, object]]) -> Attempts:
+        """Begins the next slot as one whose units the caller runs, as `step_by_units` and `gather_by_units` do.
 
-    def next_attempt(self, attempts: Attempts) -> View | Header:
-        """Waits until the caller is to run the step's units in a view, anew if it has done so before, or until the step
-        is committed. Then averages are where `step_by_units` puts them. Errors are the same, too.
+        Args:
+            kind: Kind of the slot; of a STEP averages are in their places once its header is there.
+            fields: Returns what is contributed in a view beside the results of units.
         """
-        with self._noticing():
-            found = attempts.next()
-        if isinstance(found, View):
-            return found
-        header = self._taken(attempts.step, found)
-        attempts.step.commit(header)
-        self._transfer.settle()
-        return header
-
-    def _by_units(
-        self, kind: Kind, attempt: Attempt, fields: Callable[[View], Mapping[str, object]]
-    ) -> tuple[UnitStep, Header]:
-        """Runs units in the present view, contributes their results with these fields to the next slot, and waits for
-        its commit.
-        """
-        attempts = self._attempts(kind, fields)
-        with self._noticing():
-            commit = attempts.run(attempt)
-        return attempts.step, self._taken(attempts.step, commit)
-
-    def _attempts(self, kind: Kind, fields: Callable[[View], Mapping[str, object]]) -> Attempts:
-        """Begins the next slot, to which results of units go with these fields."""
         made = self._prepared()
         units = made.shell.units
         if units is None:
@@ -655,15 +619,25 @@ class Engine:
             contribution = self._contribution(kind, said, view=view.id)
             self._loop.call(lambda: made.shell.contribute(contribution))
 
-        timeout_s, moves = self.config.step_timeout_s, self._moves or MOVES_NOTHING
-        return Attempts(units, moves, self._mail, self.header, contribute, lambda: time.monotonic() + timeout_s, kind)
+        def take(commit: Committed) -> Header:
+            header = self._take(commit)
+            if kind is Kind.STEP:
+                units.commit(header)
+                self._transfer.settle()
+            return header
 
-    def _taken(self, units: UnitStep, commit: Committed) -> Header:
-        try:
-            return self._take(commit)
-        except DisagreementError:
-            units.drop()
-            raise
+        timeout_s, moves = self.config.step_timeout_s, self._moves or MOVES_NOTHING
+        return Attempts(
+            units,
+            moves,
+            self._mail,
+            self.header,
+            contribute,
+            take,
+            lambda: time.monotonic() + timeout_s,
+            kind,
+            self._noticing,
+        )
 
     def stepped(self) -> None:
         """Notes that the optimizer has applied the average from `step_by_units`, so that parts match the last header

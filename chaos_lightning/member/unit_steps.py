@@ -11,6 +11,7 @@ which reduces nothing. A loop that calls, and is not called, runs the units betw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -145,8 +146,10 @@ class Attempts:
         mail: Mailbox in which the I/O thread says which attempt is open.
         header: Header that this member stands on.
         contribute: Contributes the results of an attempt.
+        take: Takes the slot's commit; returns its header.
         deadline_s: Returns the time (`time.monotonic()`, s) until which an attempt or its header is waited for.
         kind: Kind of the slot.
+        noticing: Returns a context in which this member waits.
     """
 
     def __init__(
@@ -156,31 +159,36 @@ class Attempts:
         mail: Mailbox,
         header: Header,
         contribute: Callable[[View, UnitsDone], None],
+        take: Callable[[Committed], Header],
         deadline_s: Callable[[], float],
         kind: Kind = Kind.STEP,
+        noticing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.step, self.contribute = step, contribute
+        self.contribute = contribute
+        self._step, self._take, self._noticing = step, take, noticing
         self._moves, self._mail, self._header = moves, mail, header
         self._deadline_s, self._kind = deadline_s, kind
         self._tried: ViewId | None = None
         step.remember_base()
 
-    def next(self) -> View | Committed:
-        """Waits for the view of the next attempt, or for the commit of the slot; drops the attempt before if another
-        one follows.
+    def next(self) -> View | Header:
+        """Waits for the view of the next attempt, or for the slot's header; drops the attempt before if another one
+        follows.
 
         Raises:
             FencedError, DisagreementError, DeadlineError: See `Mailbox.wait`; the last attempt was dropped.
             DepartedError: This member is let go (see `Mailbox.wait`), or a view lets all members go.
         """
         try:
-            return self._next()
+            with self._noticing():
+                found = self._next()
+            return self._take(found) if isinstance(found, Committed) else found
         except BaseException:
-            self.step.drop()
+            self._step.drop()
             raise
 
     def _next(self) -> View | Committed:
-        step, moves, header = self.step, self._moves, self._header
+        step, moves, header = self._step, self._moves, self._header
         while True:
             what = "the commit of" if self._tried is not None else "an attempt at"
             words = f"{what} slot {header.seq + 1} ({self._kind})"
@@ -202,8 +210,8 @@ class Attempts:
                 return found
             _depart(self._mail, found)
 
-    def run(self, attempt: Attempt) -> Committed:
-        """Runs attempts by a function until the slot is committed.
+    def run(self, attempt: Attempt) -> Header:
+        """Runs attempts by a function until the slot is committed; returns its header.
 
         Raises:
             Exception: Any error of `next`, or that a unit raised; the last attempt was dropped.
@@ -214,7 +222,7 @@ class Attempts:
             except AttemptOverError:
                 continue
             except BaseException:
-                self.step.drop()
+                self._step.drop()
                 raise
         return found
 

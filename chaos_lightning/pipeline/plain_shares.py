@@ -27,7 +27,7 @@ from chaos_lightning.member.weighing import Sums
 from chaos_lightning.pipeline.randomness import Randomness
 from chaos_lightning.pipeline.shares import ShareAttempt, ShareStep, UserStep
 from chaos_lightning.protocol.spans import count
-from chaos_lightning.protocol.types import Header, View
+from chaos_lightning.protocol.types import Header, Kind, View
 
 _LOOP = UserStep(lambda piece, data: None, lambda loss: None, lambda data, samples: float(samples), lambda j: b"")
 """Stands in for the user's part, which the loop runs by itself."""
@@ -90,13 +90,19 @@ class PlainShares:
         Args:
             batch: Samples of the step.
             number: Number of the step, from 1 on, with those before a checkpoint; random numbers are keyed by it.
-            hyper: As of `Engine.begin_step`.
-            state_hash: As of `Engine.begin_step`.
+            hyper: Returns hyperparameters in words, as of `Engine.step`; called when the share is contributed.
+            state_hash: As of `Engine.step`.
         """
         engine, step = self._engine, self._step
         assert step is not None, "attach() comes first"
-        attempts = engine.begin_step(hyper, order=self.loader.order, state_hash=state_hash)
-        view = engine.next_attempt(attempts)
+        said = {
+            "name": "section 0",
+            "coefficient": 1.0,
+            "order": self.loader.order,
+            "state_hashes": (state_hash,) if state_hash else (),
+        }
+        attempts = engine.begin_units(Kind.STEP, lambda _: said | {"hyper": hyper()})
+        view = attempts.next()
         assert isinstance(view, View), "a step was committed without this member"
         self._attempts = attempts
         self._attempt = ShareAttempt(step, _LOOP, engine.member_id, batch, self._fits, scales=self._scales)
@@ -164,7 +170,7 @@ class PlainShares:
             attempts.contribute(attempt.view, attempt.done())
         except AttemptOverError:
             pass
-        found = self._engine.next_attempt(attempts)
+        found = attempts.next()
         if isinstance(found, View):
             self.began_again = True
             self._compute(found)

@@ -67,6 +67,10 @@ FIRST, SECOND, THIRD = (view_of(n, (ME, "b~2")) for n in (1, 2, 3))
 MISSING = ((2, 3),)
 
 
+def as_it_is(commit: fx.Committed) -> Any:
+    return commit
+
+
 class Step:
     """Stand-in for `UnitStep` that records the names of its methods as they are called."""
 
@@ -109,7 +113,8 @@ def committed(mail: Mailbox, header: Header = CLOSED) -> None:
 
 
 def run(step: Step, moves: Moves, mail: Mailbox, attempt: Callable[[View, int], UnitsDone]) -> fx.Committed:
-    return Attempts(cast(Any, step), moves, mail, HEAD, lambda *_: None, lambda: time.monotonic() + 5.0).run(attempt)
+    attempts = Attempts(cast(Any, step), moves, mail, HEAD, lambda *_: None, as_it_is, lambda: time.monotonic() + 5.0)
+    return cast(fx.Committed, attempts.run(attempt))
 
 
 def done(view: View, seq: int) -> UnitsDone:
@@ -209,8 +214,8 @@ def test_who_is_let_go_by_a_decision_serves_and_may_be_taken_back() -> None:
             mail.post(let_go=None, attempt=(THIRD, 4))
         return time.monotonic() + (5.0 if tries < 3 else 0.0)
 
-    found = Attempts(cast(Any, step), moves, mail, HEAD, lambda *_: None, deadline).run(attempt)
-    assert found.header == CLOSED
+    attempts = Attempts(cast(Any, step), moves, mail, HEAD, lambda *_: None, as_it_is, deadline)
+    assert cast(fx.Committed, attempts.run(attempt)).header == CLOSED
     assert tries >= 4
     assert step.did == [
         "remember_base",

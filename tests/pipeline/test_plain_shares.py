@@ -72,7 +72,7 @@ class Scripted:
     def attach(self, step: Any) -> None:
         self.step = step
 
-    def begin_step(self, hyper: Any, *, order: str, state_hash: str) -> Any:
+    def begin_units(self, kind: Kind, fields: Any) -> Any:
         self.step.remember_base()
         self.tried = False
         return self
@@ -80,7 +80,7 @@ class Scripted:
     def contribute(self, view: View, done: UnitsDone) -> None:
         self.done.append(done)
 
-    def next_attempt(self, attempts: Any) -> View | Header:
+    def next(self) -> View | Header:
         found = self.script.pop(0)
         if isinstance(found, View):
             if self.tried:
@@ -130,10 +130,10 @@ def test_a_recovery_has_the_loop_compute_the_new_share_from_the_base() -> None:
     (batch, *_) = iter_steps(shares)
     shares.begin(batch, 1, str, "")
     turns = shares.turns()
+    before = random.getstate(), torch.get_rng_state()
     (x,) = next(turns)
     assert x.tolist() == [0, 1]
     assert (shares.current.index, shares.current.last) == (0, True)
-    before = random.getstate(), torch.get_rng_state()
     stepped, first = turn(shares, model, x)
     assert (stepped, shares.began_again, shares.within) == (False, True, True)
     assert (model.weight.grad, model.seen, float(model.passes)) == (None, [], 0.0)
