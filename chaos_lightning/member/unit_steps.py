@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from chaos_lightning.collectives.layout import Layout
@@ -137,10 +137,11 @@ class _MovesNothing:
 MOVES_NOTHING: MovesParts = _MovesNothing()
 
 
+@dataclass(eq=False)
 class Attempts:
-    """Attempts at the slot that follows a header, for a caller that runs their units.
+    """Attempts at the slot that follows a header.
 
-    Args:
+    Attributes:
         step: Runs units.
         moves: Gives and takes parts before the units run.
         mail: Mailbox in which the I/O thread says which attempt is open.
@@ -152,24 +153,20 @@ class Attempts:
         noticing: Returns a context in which this member waits.
     """
 
-    def __init__(
-        self,
-        step: UnitStep,
-        moves: MovesParts,
-        mail: Mailbox,
-        header: Header,
-        contribute: Callable[[View, UnitsDone], None],
-        take: Callable[[Committed], Header],
-        deadline_s: Callable[[], float],
-        kind: Kind = Kind.STEP,
-        noticing: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.contribute = contribute
-        self._step, self._take, self._noticing = step, take, noticing
-        self._moves, self._mail, self._header = moves, mail, header
-        self._deadline_s, self._kind = deadline_s, kind
-        self._tried: ViewId | None = None
-        step.remember_base()
+    step: UnitStep
+    moves: MovesParts
+    mail: Mailbox
+    header: Header
+    contribute: Callable[[View, UnitsDone], None]
+    take: Callable[[Committed], Header]
+    deadline_s: Callable[[], float]
+    kind: Kind = Kind.STEP
+    noticing: Callable[[], AbstractContextManager[None]] = nullcontext
+    _tried: ViewId | None = field(default=None, init=False)
+    """View of the latest attempt."""
+
+    def __post_init__(self) -> None:
+        self.step.remember_base()
 
     def next(self) -> View | Header:
         """Waits for the view of the next attempt, or for the slot's header; drops the attempt before if another one
@@ -180,19 +177,19 @@ class Attempts:
             DepartedError: This member is let go (see `Mailbox.wait`), or a view lets all members go.
         """
         try:
-            with self._noticing():
+            with self.noticing():
                 found = self._next()
-            return self._take(found) if isinstance(found, Committed) else found
+            return self.take(found) if isinstance(found, Committed) else found
         except BaseException:
-            self._step.drop()
+            self.step.drop()
             raise
 
     def _next(self) -> View | Committed:
-        step, moves, header = self._step, self._moves, self._header
+        step, moves, header = self.step, self.moves, self.header
         while True:
             what = "the commit of" if self._tried is not None else "an attempt at"
-            words = f"{what} slot {header.seq + 1} ({self._kind})"
-            found = _next(self._mail, header, self._tried, words, self._deadline_s)
+            words = f"{what} slot {header.seq + 1} ({self.kind})"
+            found = _next(self.mail, header, self._tried, words, self.deadline_s)
             if isinstance(found, Committed):
                 return found
             if self._tried is not None:  # what is served, pulled into and remembered is the state at the header
@@ -200,15 +197,15 @@ class Attempts:
             if isinstance(found, PullParts):
                 moves.serve(header, found.view)
                 try:
-                    moves.pull(found, self._deadline_s())
+                    moves.pull(found, self.deadline_s())
                 finally:  # parts that have come are held, whatever ends the pull of others
                     step.remember_base()
                 continue
             self._tried = found.id
             moves.serve(header, found)
-            if found.find(self._mail.who()) is not None:
+            if found.find(self.mail.who()) is not None:
                 return found
-            _depart(self._mail, found)
+            _depart(self.mail, found)
 
     def run(self, attempt: Attempt) -> Header:
         """Runs attempts by a function until the slot is committed; returns its header.
@@ -218,11 +215,11 @@ class Attempts:
         """
         while isinstance(found := self.next(), View):
             try:
-                self.contribute(found, attempt(found, self._header.seq + 1))
+                self.contribute(found, attempt(found, self.header.seq + 1))
             except AttemptOverError:
                 continue
             except BaseException:
-                self._step.drop()
+                self.step.drop()
                 raise
         return found
 
