@@ -57,7 +57,7 @@ class MicroBatches:
         self._parts = parts
         self._several = parts > 1 or sums is not None
         self._scaler = scaler
-        self._weighing = sums or Weighing(parts)
+        self._weighing = sums if sums is not None else Weighing(parts)  # one without weights is false
         self.weight = 0.0
         """Weight of the present micro-batch."""
         self._factor = 1.0

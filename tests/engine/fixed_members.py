@@ -57,7 +57,7 @@ def alone(
                 with Randomness(SEED).stream("step", len(losses) + 1, j):
                     loss = loss_of(model, mine, its) * (len(mine) / len(x))
                 loss.backward()
-                total += float(loss)
+                total += loss.item()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             schedule.step()
@@ -87,7 +87,7 @@ def train(spec: dict[str, Any]) -> None:
         ):
             loss = loss_of(model, x, y)
             trainer.backward(loss)
-            part += [] if trainer.idle else [(float(loss), len(x))]
+            part += [] if trainer.idle else [(loss.item(), len(x))]
             idle += trainer.idle
             if trainer.step == spec.get("dies_at"):
                 os.kill(os.getpid(), signal.SIGKILL)
