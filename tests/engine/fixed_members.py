@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import torch
@@ -70,8 +69,7 @@ def train(spec: dict[str, Any]) -> None:
 
     Args:
         spec: name, endpoint, report (file), samples, batch (of the loader), epochs, dropout, settings, gates {step:
-            fifo}, step_s (pause in each step), dies_at (step within which it is killed), exit_at (step after which it
-            leaves without asking first).
+            fifo}, dies_at (step within which it is killed), exit_at (step after which it leaves without asking first).
     """
     torch.set_num_threads(1)
     model, optimizer, schedule, data = parts(spec["samples"], spec.get("dropout", 0.0))
@@ -105,7 +103,6 @@ def train(spec: dict[str, Any]) -> None:
             if gate := gates.pop(trainer.step, ""):
                 with open(gate) as opened:
                     opened.read()
-            time.sleep(spec.get("step_s", 0.0))
             if capture_exit_event() or trainer.step == spec.get("exit_at"):
                 trainer.request_node_exit()
                 break
