@@ -23,7 +23,9 @@ error. A batch that has an `update` and no backward pass weighs nothing, and its
 nothing, and a loop that goes on to the next batch without `update` takes part all the same.
 
 With `accumulate=N` a step is made of N batches of each member: `update` returns whether it has stepped. Each loss
-counts by its samples, which `trainer.backward` sees to. It also scales the loss where a `scaler` is given.
+counts by its samples, which `trainer.backward` sees to. It also scales the loss where a `scaler` is given. With
+`batch=fixed` a step is made of as many batches as this member's share of it needs; after a recovery `update` returns
+False, `trainer.began_again` is true, and the batches of the step's new share follow (pipeline/plain_shares.py).
 
 All members make the calls that they make together in the same order: `update`, then `gather` and `save`, and then
 `check_state_replication`. Newcomers come in at the last one, and go on with the next batch.
@@ -52,6 +54,7 @@ from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.data.parts import part_of
 from chaos_lightning.data.source import BatchFacts
+from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.errors import (
     ConfigurationError,
     DepartedError,
@@ -69,6 +72,7 @@ from chaos_lightning.member.micro_batches import MicroBatches
 from chaos_lightning.member.participation import Footing, Participation
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.pipeline.hooked import alone
+from chaos_lightning.pipeline.plain_shares import PlainShares
 from chaos_lightning.planning.batch import MEMBER, members_of_rate
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.protocol.types import Header, Kind
@@ -130,6 +134,8 @@ class _Wish:
     def _end_wait(self, number: signal.Signals, frame: FrameType | None) -> None:
         wait_s = self._waits_s(number)
         when = f"in {duration(wait_s)}" if wait_s else "from here on"
+        if any(trainer.shares is not None for trainer in list(_open.values())):
+            when += ", once the others do this member's share"
         say(f"{number.name}: capture_exit_event() is true {when}; once more ends at once")
         follows = [e for t in list(_open.values()) if (e := t.engine).config.notice_plan.on_signal(number.name, 0.0)]
         for engine in follows or filter(None, [self._waits]):
@@ -141,9 +147,14 @@ _wish = _Wish()
 
 def capture_exit_event() -> bool:
     """Returns whether this node is asked to leave: Ctrl+C, SIGTERM or SIGHUP came since the Trainer was made, or a
-    notice is due (Listing 2).
+    notice is due (Listing 2). With `batch=fixed` it asks the others first, and is true once they need this member's
+    share of a step no more.
     """
-    return bool(_wish.seen) or any(trainer.engine.noticed for trainer in list(_open.values()))
+    trainers = list(_open.values())
+    if not (_wish.seen or any(trainer.engine.noticed for trainer in trainers)):
+        return False
+    free = [trainer.may_stop() for trainer in trainers]
+    return all(free)
 
 
 class Trainer:
@@ -160,7 +171,9 @@ class Trainer:
         self.engine = Engine(EngineConfig.build(settings))
         self._state: ModuleState | None = None
         self._optimizer: Optimizer | None = None
-        self._loader: ElasticLoader | None = None
+        self._loader: JobLoader | None = None
+        self.shares: PlainShares | None = None
+        """This member's shares of steps whose batch has a fixed size; None: it adds a batch of its own."""
         self._extra = False
         self._current = True
         """Whether the state is the job's: no more once others step while this member leaves and cannot follow."""
@@ -202,7 +215,20 @@ class Trainer:
     @property
     def idle(self) -> bool:
         """Whether the present batch has no samples of this member and is only a stand-in."""
-        return self._loader is not None and self._loader.current is not None and self._loader.current.idle
+        return self._current_batch is not None and self._current_batch.idle
+
+    @property
+    def began_again(self) -> bool:
+        """Whether the last `update` has dropped what this member had computed of its step, since the members have
+        changed: the step begins again, with the next batch. Only with `batch=fixed`.
+        """
+        return self.shares is not None and self.shares.began_again
+
+    @property
+    def _current_batch(self) -> BatchFacts | None:
+        if self.shares is not None:
+            return self.shares.current
+        return self._loader.current if self._loader is not None else None
 
     def _present(self, call: str) -> BatchFacts:
         """Returns the facts about the present batch; raises ConfigurationError if there is none (`call` is named in the
@@ -210,9 +236,9 @@ class Trainer:
         """
         if self._loader is None:
             raise ConfigurationError(f"{call}: call prepare() first")
-        if self._loader.current is None:
+        if self._current_batch is None:
             raise ConfigurationError(f"{call} belongs into the loop over prepare()'s batches")
-        return self._loader.current
+        return self._current_batch
 
     # ------------------------------------------------------------------ the loop
 
@@ -248,8 +274,8 @@ class Trainer:
             epochs: Passes over the data.
             data: "shared": all members hold the same data set; "local": each has its own.
             seed: Seed of the order of samples; equal on all members.
-            accumulate: Batches of each member per step; with more than one `backward` takes the place of
-                `loss.backward()`. At the end of an epoch a step is made of those that are left.
+            accumulate: Batches of each member per step, not with `batch=fixed`; with more than one `backward` takes the
+                place of `loss.backward()`. At the end of an epoch a step is made of those that are left.
             clip_norm: Bound for the norm of the averaged gradients, as of `torch.nn.utils.clip_grad_norm_`.
             clip_value: Bound for each number in them, as of `torch.nn.utils.clip_grad_value_`.
             scaler: Gradient scaler for float16: `backward` scales losses with it, and `update` steps through it. Its
@@ -279,26 +305,37 @@ class Trainer:
             )
         if accumulate < 1:
             raise ConfigurationError(f"accumulate={accumulate}; expected 1 or more batches per step")
-        if self.engine.config.batch != MEMBER:
-            raise UnsupportedError(
-                f"batch={self.engine.config.batch!r} is not supported in a plain loop, which hands out batches one by "
-                "one and cannot run a step again; use Lightning's Trainer with strategy='chaos', or batch=member"
+        rule = self.engine.config.batch
+        if accumulate > 1 and rule != MEMBER:
+            raise ConfigurationError(
+                f"accumulate={accumulate} beside batch={rule!r}: a step has the samples that `batch` names, in as many "
+                "batches as members need; leave accumulate at 1 and take batch=fixed:N, with N the loader's batch "
+                "times what you accumulated"
             )
         self._clip = training.Clipping(clip_norm, clip_value)
         refuse(model, optimizer)
         named = _trained(model, optimizer)
         buffers = training.reduced_buffers(model, reduced_buffers, named_by="prepare(reduced_buffers=...)")
         engine = self.engine
-        elastic = ElasticLoader(loader, mode=data, seed=seed, source=engine, least=training.least_batch(model))
+        options: dict[str, Any] = {"mode": data, "seed": seed, "source": engine, "least": training.least_batch(model)}
+        elastic: JobLoader
+        if rule == MEMBER:
+            elastic = ElasticLoader(loader, **options)
+        else:
+            self.shares = PlainShares(engine, loader, **options)
+            elastic = self.shares.loader
         state = ModuleState(model, optimizer, self._extra_state(extra, scaler))
         found = None
         if resume is not None:
             found = checkpoints.restore(checkpoints.read(Path(resume)), Path(resume), state, elastic)
-        self._micro_batches = MicroBatches(named, accumulate, scaler, buffers)
+        sums = self.shares.sums if self.shares is not None else None
+        self._micro_batches = MicroBatches(named, accumulate, scaler, buffers, sums)
         self._state, self._optimizer, self._loader, self._scaler = state, optimizer, elastic, scaler
         self._extra = bool(extra or scaler is not None or module_extra(model))
         self._switch_as_before = training.switch_quickly()
         engine.prepare(sections=[Section("optimizer 0", named)], buffers=buffers)
+        if self.shares is not None:
+            self.shares.attach(model, scales=scaler is not None)
         if loaded is None:
             loaded = resume is not None or has_stepped(optimizer)
         words = {
@@ -314,7 +351,7 @@ class Trainer:
     def _join(
         self,
         state: ModuleState,
-        loader: ElasticLoader,
+        loader: JobLoader,
         accumulate: int,
         words: dict[str, str],
         loaded: LoadedCheckpoint | None,
@@ -338,6 +375,7 @@ class Trainer:
                 state=state,
                 replay=ModuleReplay(state, self._clip, scaled_for=self._scaled_for),
                 loaded=loaded,
+                batch=self.shares.batch if self.shares is not None else "",
             )
             self._entered(loader, resumed_at)
             if not self._member.departed:
@@ -360,7 +398,7 @@ class Trainer:
                 raise ConfigurationError(f"extra={{{name!r}: ...}}: that name is taken; choose another one")
         return {**(extra or {}), **own}
 
-    def _entered(self, loader: ElasticLoader, resumed_at: int) -> None:
+    def _entered(self, loader: JobLoader, resumed_at: int) -> None:
         """Sets the loader to the job's position in the data after joining, as the state (from a file or other members)
         states it.
 
@@ -383,7 +421,7 @@ class Trainer:
         if engine.out:  # it came when the job was finished
             self._member.depart()
 
-    def _batches(self, loader: ElasticLoader, state: ModuleState, epochs: int) -> Iterator[Any]:
+    def _batches(self, loader: JobLoader, state: ModuleState, epochs: int) -> Iterator[Any]:
         def stands() -> int:
             return max(loader.epoch, epoch_of(self.engine.header.ledger, loader.stream) or 0)
 
@@ -393,7 +431,7 @@ class Trainer:
             while epoch < epochs and not member.departed:
                 loader.set_epoch(epoch)
                 training.tell_epoch(self.engine, loader, epoch)
-                for batch in loader:
+                for batch in loader if self.shares is None else self._shared(self.shares, state):
                     self._begin(state)
                     if member.departed:
                         return
@@ -409,12 +447,25 @@ class Trainer:
         finally:
             self._let_in = False  # a member that comes in from here on does not run this loop
 
+    def _shared(self, shares: PlainShares, state: ModuleState) -> Iterator[Any]:
+        """Yields this member's pieces of one step of the epoch after the other."""
+        for step in shares.loader:
+            self._comparison.take(state)
+            with self._slot():
+                shares.begin(step, self.step + 1, lambda: hyper_words(state.optimizers), self._comparison.hash)
+            yield from shares.turns()
+            if self._member.out:
+                return
+
     def _begin(self, state: ModuleState) -> None:
         """Begins a batch before the loop gets it: determines its weight, and prepares to send gradients if it ends a
         step.
         """
         current = self._present("the loop")
         self._let_in, self._open = False, True
+        if self.shares is not None:
+            self._micro_batches.begin(float(current.samples), last=current.last)
+            return
         if current.first:
             self._comparison.take(state)
         # Without a known view no samples were assigned to this member.
@@ -469,8 +520,9 @@ class Trainer:
         used.
 
         Returns:
-            Whether a step was made. With `accumulate=N` the last batch of each step makes it. None was made if this
-            member was out and has joined again; the next batch is a fresh one. A step that the scaler leaves out, since
+            Whether a step was made. With `accumulate=N` or `batch=fixed` the last batch of each step makes it, unless
+            the step begins again (`began_again`). None was made if this member was out and has joined again; the next
+            batch is a fresh one. A step that the scaler leaves out, since
             gradients overflowed, counts: all members leave it out.
         """
         if self._member.out:
@@ -480,25 +532,16 @@ class Trainer:
             raise ConfigurationError("update() was called twice for one batch; it makes the batch's step")
         skipped = self._micro_batches.end(last=current.last)
         self._open = False
-        if not current.last:
+        if self.shares is None and not current.last:
             return False
-        assert self._loader is not None
         assert self._optimizer is not None
-        weight, header = self._micro_batches.total, None
+        header = None
         with self._slot():  # the others may be too few, and the step may never come
-            if skipped:  # armed with its weight; nothing of it was sent
-                self.engine.arm(coefficient=weight, empty=weight == 0)
-            stepped = self.engine.step(
-                weight=weight,
-                coefficient=weight,
-                spent=self._loader.spent(),
-                hyper=hyper_words([self._optimizer]),
-                order=self._loader.order,
-                state_hash=self._comparison.hash,
-            )
-            self._comparison.settle(stepped)
-            header = stepped
-            self._member.stepped = (header.step, header.hash)
+            stepped = self._average(self._optimizer, skipped=skipped)
+            if stepped is not None:
+                self._comparison.settle(stepped)
+                header = stepped
+                self._member.stepped = (header.step, header.hash)
         if header is None:
             return False
         self._micro_batches.forget()
@@ -507,6 +550,32 @@ class Trainer:
             self._apply(header, self._optimizer)
         self._micro_batches.stepped()
         return True
+
+    def _average(self, optimizer: Optimizer, *, skipped: bool) -> Header | None:
+        """Averages the step's gradients over all members; returns its header, None if the step is not over here.
+
+        Args:
+            optimizer: The optimizer that is to step.
+            skipped: Whether the present batch had no backward pass.
+        """
+        if self.shares is not None:
+            header = self.shares.update(skipped=skipped)
+            if self.shares.began_again:
+                self._micro_batches.forget()
+                self.engine.losses.tell(0)
+            return header
+        assert self._loader is not None
+        weight = self._micro_batches.total
+        if skipped:  # armed with its weight; nothing of it was sent
+            self.engine.arm(coefficient=weight, empty=weight == 0)
+        return self.engine.step(
+            weight=weight,
+            coefficient=weight,
+            spent=self._loader.spent(),
+            hyper=hyper_words([optimizer]),
+            order=self._loader.order,
+            state_hash=self._comparison.hash,
+        )
 
     def _apply(self, header: Header, optimizer: Optimizer) -> None:
         """Clips the averaged gradients and steps the optimizer, through the scaler if there is one; equal at all
@@ -545,6 +614,11 @@ class Trainer:
             raise ConfigurationError("call prepare() first")
         if self._member.out:
             return None
+        if self.shares is not None and self.shares.within:
+            raise ConfigurationError(
+                "gather() within a step of batch=fixed: members have different numbers of batches in it. Call it only "
+                "where update() has returned True"
+            )
         if self._let_in:
             raise ConfigurationError(
                 "gather() and save() belong before check_state_replication(), also where `break` follows: newcomers "
@@ -576,8 +650,8 @@ class Trainer:
             raise ConfigurationError("call prepare() first")
         if not self._member.out and not (loader.at_safe_point and not self._open):
             raise ConfigurationError(
-                "save() belongs after update(); with accumulate=N only where update() has returned True. In between "
-                "gradients would be lost"
+                "save() belongs after update(); with accumulate=N or batch=fixed only where update() has returned "
+                "True. In between gradients would be lost"
             )
         alone = self._member.footing is Footing.LAST
         writer = engine.member_id
@@ -615,11 +689,12 @@ class Trainer:
 
     def check_state_replication(self) -> None:
         """Admits members that wait to join, and makes the state available to them (Listing 1)."""
-        state, current = self._state, self._loader.current if self._loader is not None else None
+        state, current = self._state, self._current_batch
         if state is None or self._member.out:
             return
+        within = self.shares.within if self.shares is not None else current is not None and not current.last
         self._let_in = True
-        if current is not None and not current.last:
+        if within:
             return  # within a step, where nobody can come in
         with self._slot():
             self._member.let_others_in(state)
@@ -658,6 +733,9 @@ class Trainer:
             self._optimizer.zero_grad()  # a loop may keep what it has accumulated until it steps
         self.engine.losses.tell(0)
         self._micro_batches.forget()
+        if self.shares is not None:
+            self.shares.forget()
+            self.shares.loader.give_up()
         with _wish.end_the_wait(self.engine):
             self._member.come_in(enter)
 
@@ -695,11 +773,25 @@ class Trainer:
         self._member.depart()
         self._await_release()
 
+    def may_stop(self) -> bool:
+        """Returns whether this member may end its loop; if the others still need its share of each step
+        (`batch=fixed`), asks to leave, and a later step's header lets it go.
+        """
+        if self.shares is None or not self._member.in_job:
+            return True
+        self.engine.leave(_wish.seen or self.engine.noticed)
+        return self._member.may_go()
+
     def _settle_open(self) -> None:
         """Finishes the batch under way: completes its step if its gradients are being sent already, else contributes
         nothing.
         """
-        if self._open and not self._member.out and self._present("request_node_exit()").last:
+        if self.shares is not None:
+            self.shares.drop()
+            if not self._member.out:
+                with contextlib.suppress(FencedError, DepartedError):
+                    self.engine.arm(coefficient=0.0, empty=True)
+        elif self._open and not self._member.out and self._present("request_node_exit()").last:
             if self.engine.sending:
                 self.update()
             else:
@@ -722,6 +814,8 @@ class Trainer:
         self._closed = True
         for thread in [thread for thread, trainer in _open.items() if trainer is self]:
             del _open[thread]
+        if self.shares is not None:
+            self.shares.forget()
         if self._loader is not None:
             self._loader.close()
         self._micro_batches.close()

@@ -14,14 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from chaos_lightning.data.feeds import declared_batch
 from chaos_lightning.data.pieces import Piece
-from chaos_lightning.data.steps import StepBatch, StepLoader
-from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.data.steps import StepBatch, StepLoader, steps_of
 from chaos_lightning.member.drift import StateComparison
 from chaos_lightning.pipeline.randomness import Randomness
 from chaos_lightning.pipeline.shares import ShareAttempt, ShareStep, UserStep
-from chaos_lightning.planning.batch import MEMBER, BatchRule, read_setting
+from chaos_lightning.planning.batch import MEMBER, BatchRule
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.lightning_types import Trainer
@@ -83,35 +81,8 @@ class FixedFit(FitHooks):
 
     def loader(self, dataloader: Any, **options: Any) -> StepLoader:
         """Returns a loader around the user's training loader, each of whose batches is an optimizer step."""
-        size = declared_batch(dataloader)
-        rule = read_setting(self._config.batch, max(size, 1))  # a loader that declares no size is refused below
-        assert rule is not None, "the setting names a fixed batch"
-        self._rule, self._fits = rule, self._config.fits or min(size, rule.samples)
-        micro_batches = rule.units if rule.micro_batch else 1
-        self._loader = loader = StepLoader(
-            dataloader,
-            micro_batches=micro_batches,
-            micro_batch=rule.micro_batch or rule.samples,
-            **options,
-        )
-        if size < 1 or loader.unit != "sample":
-            raise UnsupportedError(
-                f"batch={self._config.batch!r} counts samples, and this training loader's batches are made by a batch "
-                "sampler or by the data set. Give the DataLoader a batch_size and, if need be, a sampler"
-            )
-        length = loader.length(0)
-        if length is not None and loader.drops and length < (rule.micro_batch or rule.samples):
-            raise ConfigurationError(
-                f"batch={self._config.batch!r}: the data have {length} samples, and the loader's drop_last leaves out "
-                f"what makes no whole {'micro-batch' if rule.micro_batch else 'step'}, so there would be no step. Take "
-                "a smaller one, or drop_last=False"
-            )
-        if length is not None and length < rule.samples:
-            warnings.warn(
-                f"batch={self._config.batch!r}: the data have {length} samples, so a step is a whole epoch of them",
-                stacklevel=2,
-            )
-        return loader
+        self._rule, self._fits, self._loader = steps_of(dataloader, self._config.batch, self._config.fits, **options)
+        return self._loader
 
     def stepper(self, fit: FitSession) -> UnitStepper:
         return UnitStepper(

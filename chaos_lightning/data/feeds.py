@@ -315,6 +315,10 @@ class StepFeed(MapFeed):
     def _index(self, tag: Tag) -> MicroBatchKey:
         return (*tag, self._units.keys(*tag))
 
+    def _make_dummy(self, epoch: int) -> Any:
+        size = min(self._units.quota, self._units.length(epoch))
+        return self._inner.dataset[self._index((epoch, ((0, size),)))]
+
 
 class IterableFeed:
     """Feed of batches from an iterable, each requested by its number in the pass."""

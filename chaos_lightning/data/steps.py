@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -29,12 +30,13 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from chaos_lightning.data.accumulations import Part
-from chaos_lightning.data.feeds import StepFeed
+from chaos_lightning.data.feeds import StepFeed, declared_batch
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.data.pieces import Piece, Share
 from chaos_lightning.data.source import AssignmentSource, MicroBatch, Stats
 from chaos_lightning.errors import ConfigurationError, StateError, UnsupportedError
 from chaos_lightning.planning import assignment
+from chaos_lightning.planning.batch import BatchRule, read_setting
 from chaos_lightning.protocol.spans import normalise, subtract
 from chaos_lightning.protocol.types import Header, Ledger, Span, Spent, View
 
@@ -305,6 +307,10 @@ class StepLoader:
         finally:
             feed.close()
 
+    def stand_in(self) -> Any:
+        """Returns a batch for a member that has no samples of a step, made of the epoch's first ones."""
+        return self._assigning.feed.dummy(self.epoch)
+
     @property
     def uncommitted(self) -> int:
         """Number of steps that were handed out but are not committed yet: 0 or 1."""
@@ -443,6 +449,46 @@ class StepLoader:
             raise
         step._promised.discard(spans)
         return data
+
+
+def steps_of(dataloader: Any, setting: str, fits: int = 0, **options: Any) -> tuple[BatchRule, int, StepLoader]:
+    """Returns the rule of a batch of fixed size, the samples that this member computes at once, and a loader around the
+    user's training loader, each of whose batches is an optimizer step.
+
+    Args:
+        dataloader: The user's training loader.
+        setting: The setting `batch`, which names a fixed batch.
+        fits: The setting of that name.
+        options: Arguments of `StepLoader`.
+
+    Raises:
+        UnsupportedError: The loader does not count samples.
+        ConfigurationError: It would make no step.
+    """
+    size = declared_batch(dataloader)
+    rule = read_setting(setting, max(size, 1))  # a loader that declares no size is refused below
+    assert rule is not None, "the setting names a fixed batch"
+    micro_batches = rule.units if rule.micro_batch else 1
+    loader = StepLoader(
+        dataloader, micro_batches=micro_batches, micro_batch=rule.micro_batch or rule.samples, **options
+    )
+    if size < 1 or loader.unit != "sample":
+        raise UnsupportedError(
+            f"batch={setting!r} counts samples, and this training loader's batches are made by a batch sampler or by "
+            "the data set. Give the DataLoader a batch_size and, if need be, a sampler"
+        )
+    length = loader.length(0)
+    if length is not None and loader.drops and length < loader.quota:
+        raise ConfigurationError(
+            f"batch={setting!r}: the data have {length} samples, and the loader's drop_last leaves out what makes no "
+            f"whole {'micro-batch' if rule.micro_batch else 'step'}, so there would be no step. Take a smaller one, or "
+            "drop_last=False"
+        )
+    if length is not None and length < rule.samples:
+        warnings.warn(
+            f"batch={setting!r}: the data have {length} samples, so a step is a whole epoch of them", stacklevel=3
+        )
+    return rule, fits or min(size, rule.samples), loader
 
 
 def _positioned(loader: Any, mode: str, what: str) -> DataLoader[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.member.keeping import LoadedCheckpoint, SavedCheckpoints, remembered
 from chaos_lightning.replication.access import ModuleState
@@ -51,7 +51,7 @@ class Start:
         self.checkpoints.heads = list(state.get("checkpoints", ()))
 
 
-def content(state: ModuleState, loader: ElasticLoader, job: str, step: int, head: str) -> dict[str, Any]:
+def content(state: ModuleState, loader: JobLoader, job: str, step: int, head: str) -> dict[str, Any]:
     """Returns the content of a checkpoint of the present state.
 
     Args:
@@ -121,7 +121,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def restore(checkpoint: Mapping[str, Any], path: Path, state: ModuleState, loader: ElasticLoader) -> LoadedCheckpoint:
+def restore(checkpoint: Mapping[str, Any], path: Path, state: ModuleState, loader: JobLoader) -> LoadedCheckpoint:
     """Replaces the state by a checkpoint's, after checking that all of it fits.
 
     Args:

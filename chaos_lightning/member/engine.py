@@ -55,7 +55,7 @@ from chaos_lightning.member.part_hashes import PartHashes
 from chaos_lightning.member.part_moves import HeldParts, PartMoves, PartReader
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.transfer import Transfer
-from chaos_lightning.member.unit_steps import MOVES_NOTHING, Attempt, UnitsDone, UnitStep, await_commit, run_attempts
+from chaos_lightning.member.unit_steps import MOVES_NOTHING, Attempt, Attempts, UnitsDone, UnitStep, await_commit
 from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.effects import Committed
@@ -564,21 +564,16 @@ class Engine:
         }
         if hashes is None:
             words["state_hashes"] = (state_hash,) if state_hash else ()
-            units, header = self._by_units(Kind.STEP, attempt, lambda _: words)
-            units.commit(header)
-            self._transfer.settle()
-            return header
+            return self.begin_units(Kind.STEP, lambda _: words).run(attempt)
 
         def attempted(view: View, seq: int) -> UnitsDone:
             hashes.at(self.header, view, me)  # the state is that of the header now
             return attempt(view, seq)
 
-        units, header = self._by_units(
-            Kind.STEP, attempted, lambda view: {**words, "state_hashes": hashes.at(self.header, view, me)}
-        )
-        units.commit(header)
+        header = self.begin_units(
+            Kind.STEP, lambda view: {**words, "state_hashes": hashes.at(self.header, view, me)}
+        ).run(attempted)
         self._unstepped = True
-        self._transfer.settle()
         if self._closed_under is not None:
             hashes.settle(header, self._closed_under, me)
         return header
@@ -599,15 +594,16 @@ class Engine:
             FencedError, DisagreementError, DeadlineError: See errors.py.
             Exception: Whatever a unit raised.
         """
-        _, header = self._by_units(Kind.GATHER, attempt, lambda view: {"name": name, "order": order})
+        header = self.begin_units(Kind.GATHER, lambda view: {"name": name, "order": order}).run(attempt)
         self._prepared().accumulation.move(header.seq + 1)
         return header
 
-    def _by_units(
-        self, kind: Kind, attempt: Attempt, fields: Callable[[View], Mapping[str, object]]
-    ) -> tuple[UnitStep, Header]:
-        """Runs units in the present view, contributes their results with these fields to the next slot, and waits for
-        its commit.
+    def begin_units(self, kind: Kind, fields: Callable[[View], Mapping[str, object]]) -> Attempts:
+        """Begins the next slot as one whose units the caller runs, as `step_by_units` and `gather_by_units` do.
+
+        Args:
+            kind: Kind of the slot; of a STEP averages are in their places once its header is there.
+            fields: Returns what is contributed in a view beside the results of units.
         """
         made = self._prepared()
         units = made.shell.units
@@ -623,23 +619,25 @@ class Engine:
             contribution = self._contribution(kind, said, view=view.id)
             self._loop.call(lambda: made.shell.contribute(contribution))
 
-        timeout_s = self.config.step_timeout_s
-        with self._noticing():
-            commit = run_attempts(
-                units,
-                attempt,
-                self._moves or MOVES_NOTHING,
-                self._mail,
-                self.header,
-                contribute,
-                lambda: time.monotonic() + timeout_s,
-                kind,
-            )
-        try:
-            return units, self._take(commit)
-        except DisagreementError:
-            units.drop()
-            raise
+        def take(commit: Committed) -> Header:
+            header = self._take(commit)
+            if kind is Kind.STEP:
+                units.commit(header)
+                self._transfer.settle()
+            return header
+
+        timeout_s, moves = self.config.step_timeout_s, self._moves or MOVES_NOTHING
+        return Attempts(
+            units,
+            moves,
+            self._mail,
+            self.header,
+            contribute,
+            take,
+            lambda: time.monotonic() + timeout_s,
+            kind,
+            self._noticing,
+        )
 
     def stepped(self) -> None:
         """Notes that the optimizer has applied the average from `step_by_units`, so that parts match the last header

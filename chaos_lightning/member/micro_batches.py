@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.member.weighing import Weighing, refuse_kept
+from chaos_lightning.member.weighing import Sums, Weighing, refuse_kept
 
 _log = logging.getLogger("chaos_lightning")
 _ZERO = "Call optimizer.zero_grad() once per step: `if trainer.update(): optimizer.zero_grad()`"
@@ -40,6 +40,7 @@ class MicroBatches:
         parts: Micro-batches per step.
         scaler: Scales losses, so that small gradients do not vanish in half precision.
         buffers: Buffers that forward passes change, by name.
+        sums: Weights of a step with any number of micro-batches, whose gradients are added up; None: it has `parts`.
     """
 
     def __init__(
@@ -48,13 +49,15 @@ class MicroBatches:
         parts: int = 1,
         scaler: GradScaler | None = None,
         buffers: Sequence[tuple[str, Tensor]] = (),
+        sums: Sums | None = None,
     ) -> None:
         self._named = tuple(named)
         self._buffers = tuple(buffer for _, buffer in buffers)
         self._before: list[Tensor] = []
         self._parts = parts
+        self._several = parts > 1 or sums is not None
         self._scaler = scaler
-        self._weighing = Weighing(parts)
+        self._weighing = sums if sums is not None else Weighing(parts)  # one without weights is false
         self.weight = 0.0
         """Weight of the present micro-batch."""
         self._factor = 1.0
@@ -82,7 +85,7 @@ class MicroBatches:
         self._weighing.add(weight)
         self.weight, self._passed = weight, False
         self._reached.clear()
-        self._before = [] if weight or self._parts == 1 else [buffer.clone() for buffer in self._buffers]
+        self._before = [] if weight or not self._several else [buffer.clone() for buffer in self._buffers]
         self._factor = self._weighing.factor() / self._parts
         if last:
             self._factor = self._weighing.close(param for _, param in self._named) / self._parts
@@ -152,7 +155,7 @@ class MicroBatches:
         return [(param, grad, grad._version if grad is not None else 0) for param, grad in graded]
 
     def _note(self) -> None:
-        if self._parts > 1:
+        if self._several:
             self._kept = [held for held in self._held() if held[1] is not None]
 
     def _passed_otherwise(self) -> bool:
@@ -161,12 +164,12 @@ class MicroBatches:
         """
         before = self._kept or self._left
         assigned = any(param.grad is not None and param.grad is not grad for param, grad, _ in before)
-        if self._parts > 1 or self._scaler is not None:
+        if self._several or self._scaler is not None:
             if self._reached or assigned:
                 raise ConfigurationError(
-                    "update() without trainer.backward(loss): with accumulate= or scaler= it takes the place of "
-                    "loss.backward(), since each batch counts by its samples. Give it the mean loss, neither divided "
-                    "nor scaled"
+                    "update() without trainer.backward(loss): with accumulate=, scaler= or batch=fixed it takes the "
+                    "place of loss.backward(), since each batch counts by its samples. Give it the mean loss, neither "
+                    "divided nor scaled"
                 )
             return False
         if self._reached:

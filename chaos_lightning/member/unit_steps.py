@@ -5,13 +5,14 @@ its middle, and the step runs again under the recovery's view. The I/O thread po
 the one under way when this member promises to leave its view; whatever waits in it then raises `AttemptOverError`. The
 training thread first pulls parts that it lacks. Then it runs the units of an attempt, contributes once all that it owns
 is reduced, and waits for the header or for another attempt. A round of evaluation (P17) is such a slot, too: a GATHER,
-which reduces nothing.
+which reduces nothing. A loop that calls, and is not called, runs the units between two calls of `Attempts.next`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from chaos_lightning.collectives.layout import Layout
@@ -136,61 +137,91 @@ class _MovesNothing:
 MOVES_NOTHING: MovesParts = _MovesNothing()
 
 
-def run_attempts(
-    step: UnitStep,
-    attempt: Attempt,
-    moves: MovesParts,
-    mail: Mailbox,
-    header: Header,
-    contribute: Callable[[View, UnitsDone], None],
-    deadline_s: Callable[[], float],
-    kind: Kind = Kind.STEP,
-) -> Committed:
-    """Runs attempts at the slot that follows a header, until it is committed.
+@dataclass(eq=False)
+class Attempts:
+    """Attempts at the slot that follows a header.
 
-    Args:
+    Attributes:
         step: Runs units.
-        attempt: Runs the units of one attempt.
         moves: Gives and takes parts before the units run.
         mail: Mailbox in which the I/O thread says which attempt is open.
         header: Header that this member stands on.
         contribute: Contributes the results of an attempt.
+        take: Takes the slot's commit; returns its header.
         deadline_s: Returns the time (`time.monotonic()`, s) until which an attempt or its header is waited for.
         kind: Kind of the slot.
-
-    Raises:
-        FencedError, DisagreementError, DeadlineError: See `Mailbox.wait`; the last attempt was dropped.
-        DepartedError: This member is let go (see `Mailbox.wait`), or a view lets all members go.
+        noticing: Returns a context in which this member waits.
     """
-    tried: ViewId | None = None
-    step.remember_base()
-    try:
+
+    step: UnitStep
+    moves: MovesParts
+    mail: Mailbox
+    header: Header
+    contribute: Callable[[View, UnitsDone], None]
+    take: Callable[[Committed], Header]
+    deadline_s: Callable[[], float]
+    kind: Kind = Kind.STEP
+    noticing: Callable[[], AbstractContextManager[None]] = nullcontext
+    _tried: ViewId | None = field(default=None, init=False)
+    """View of the latest attempt."""
+
+    def __post_init__(self) -> None:
+        self.step.remember_base()
+
+    def next(self) -> View | Header:
+        """Waits for the view of the next attempt, or for the slot's header; drops the attempt before if another one
+        follows.
+
+        Raises:
+            FencedError, DisagreementError, DeadlineError: See `Mailbox.wait`; the last attempt was dropped.
+            DepartedError: This member is let go (see `Mailbox.wait`), or a view lets all members go.
+        """
+        try:
+            with self.noticing():
+                found = self._next()
+            return self.take(found) if isinstance(found, Committed) else found
+        except BaseException:
+            self.step.drop()
+            raise
+
+    def _next(self) -> View | Committed:
+        step, moves, header = self.step, self.moves, self.header
         while True:
-            what = "the commit of" if tried is not None else "an attempt at"
-            found = _next(mail, header, tried, f"{what} slot {header.seq + 1} ({kind})", deadline_s)
+            what = "the commit of" if self._tried is not None else "an attempt at"
+            words = f"{what} slot {header.seq + 1} ({self.kind})"
+            found = _next(self.mail, header, self._tried, words, self.deadline_s)
             if isinstance(found, Committed):
                 return found
-            if tried is not None:  # what is served, pulled into and remembered is the state at the header
+            if self._tried is not None:  # what is served, pulled into and remembered is the state at the header
                 step.drop()
             if isinstance(found, PullParts):
                 moves.serve(header, found.view)
                 try:
-                    moves.pull(found, deadline_s())
+                    moves.pull(found, self.deadline_s())
                 finally:  # parts that have come are held, whatever ends the pull of others
                     step.remember_base()
                 continue
-            tried = found.id
+            self._tried = found.id
             moves.serve(header, found)
-            if found.find(mail.who()) is None:
-                _depart(mail, found)
-                continue
+            if found.find(self.mail.who()) is not None:
+                return found
+            _depart(self.mail, found)
+
+    def run(self, attempt: Attempt) -> Header:
+        """Runs attempts by a function until the slot is committed; returns its header.
+
+        Raises:
+            Exception: Any error of `next`, or that a unit raised; the last attempt was dropped.
+        """
+        while isinstance(found := self.next(), View):
             try:
-                contribute(found, attempt(found, header.seq + 1))
+                self.contribute(found, attempt(found, self.header.seq + 1))
             except AttemptOverError:
                 continue
-    except BaseException:
-        step.drop()
-        raise
+            except BaseException:
+                self.step.drop()
+                raise
+        return found
 
 
 def await_commit(moves: MovesParts, mail: Mailbox, header: Header, what: str, deadline: float) -> Committed:

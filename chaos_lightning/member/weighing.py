@@ -23,7 +23,7 @@ class Weighing:
         parts: Micro-batches per step: each loss counts as divided by it.
     """
 
-    def __init__(self, parts: int) -> None:
+    def __init__(self, parts: int = 1) -> None:
         self._parts = parts
         self._weights: list[float] = []
         self._unit = 0.0
@@ -80,6 +80,27 @@ class Weighing:
     def forget(self) -> None:
         """Clears the weights; the next micro-batch begins a new accumulation."""
         self._weights, self._unit = [], 0.0
+
+
+class Sums(Weighing):
+    """Weights of the pieces of a batch of fixed size: gradients are sums, so a loss counts by its samples alone.
+
+    Attributes:
+        divisor: Number by which all losses are divided; other than 1, it keeps scaled ones from overflowing.
+    """
+
+    divisor = 1.0
+
+    def factor(self) -> float:
+        return self._weights[-1] / self.divisor
+
+    def close(self, params: Iterable[Tensor]) -> float:
+        """Returns `factor`: no sum is rescaled."""
+        return self.factor()
+
+    def skip(self, params: Iterable[Tensor], *, closed: bool) -> None:
+        """Sets the weight of the latest piece to 0, because it has no gradient."""
+        self._weights[-1] = 0.0
 
 
 def refuse_kept(named: Iterable[tuple[str, Tensor]], what_to_do: str) -> None:

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from chaos_lightning.membership.parts import Division, division, numbers
+from chaos_lightning.planning.batch import read_split
 from chaos_lightning.planning.ledger import merge
 from chaos_lightning.protocol.limits import bounded
 from chaos_lightning.protocol.types import (
@@ -52,9 +53,10 @@ def by_units(view: View, contribution: Contribution) -> bool:
 
 def of_one_attempt(view: View, contribution: Contribution) -> bool:
     """Returns whether this contribution counts only in the view in which it was made: pipeline units ran for it, or it
-    has the member's share of a batch of fixed size, which is another one in each view (B3).
+    has the member's share of a batch of fixed size, which is another one in each view (B3). One that yields has none.
     """
-    return by_units(view, contribution) or (bool(view.batch) and contribution.kind is Kind.STEP)
+    shared = bool(view.batch) and contribution.kind is Kind.STEP and not contribution.yields
+    return by_units(view, contribution) or shared
 
 
 def follows(base: Header, last: Header, entered: ViewId) -> bool:
@@ -95,6 +97,8 @@ def differing(view: View, contributions: Mapping[str, Contribution]) -> tuple[Di
     What most of those have who do not yield counts; on a tie what the oldest of them has, as with state hashes (24).
     """
     first = leading(view, contributions)
+    if view.batch and (left := _unshared(view, first, contributions)):
+        return left
     expected = _equal_fields(first)
     if all(_equal_fields(contributions[m]) == expected for m in view.ids()):
         return ()
@@ -112,6 +116,18 @@ def differing(view: View, contributions: Mapping[str, Contribution]) -> tuple[Di
         if found:
             return tuple(Differs(c.member, bounded(_unequal(name, reference, c)), name == "prev_hash") for c in found)
     return ()
+
+
+def _unshared(view: View, first: Contribution, contributions: Mapping[str, Contribution]) -> tuple[Differs, ...]:
+    """Returns members that left their script with a share of a batch of fixed size undone; () if all members have left
+    theirs.
+    """
+    split = read_split(view.batch, len(view.members))
+    if split is None or first.yields or first.kind is not Kind.STEP:
+        return ()
+    gone = [m for m, share in zip(view.ids(), split.shares, strict=True) if share and contributions[m].yields]
+    words = f"slot {first.seq}: it left without computing its share of the step, which the others do now"
+    return tuple(Differs(member, words, rejoin=True) for member in gone)
 
 
 def _unequal(name: str, reference: Contribution, other: Contribution) -> str:
@@ -177,7 +193,7 @@ def _yielded(reference: Contribution, other: Contribution) -> tuple[str, ...]:
     if other.kind is Kind.GATHER:
         return ("name", "lets_go")
     same_kind = other.kind is reference.kind
-    return ("kind", "hyper", "order") if same_kind else ("kind", "hyper", "order", "name", *_OF_STEPS)
+    return ("kind", "hyper", "order", "micro_batches") if same_kind else ("kind", "hyper", "order", "name", *_OF_STEPS)
 
 
 def leading(view: View, contributions: Mapping[str, Contribution]) -> Contribution:

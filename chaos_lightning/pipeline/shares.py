@@ -31,7 +31,7 @@ from chaos_lightning.pipeline.told import StepOutcome, ToldStep, agreed
 from chaos_lightning.pipeline.undo import Undo
 from chaos_lightning.planning.batch import read_split
 from chaos_lightning.protocol.spans import count
-from chaos_lightning.protocol.types import NO_VIEW, Header, LayersCovered, Spent, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, Header, LayersCovered, View, ViewId
 
 PART = ""
 """Name of the one part of a layout in which all members own everything."""
@@ -162,6 +162,8 @@ class UserStep:
 class ShareAttempt:
     """Attempts of one member at one step; an attempt ends with a recovery, and the next one follows.
 
+    It is called to run all pieces of an attempt. A loop that runs them by itself does so between `begin` and `done`.
+
     Attributes:
         step: Runs the step at this member.
         user: The user's part.
@@ -181,6 +183,8 @@ class ShareAttempt:
     section: int = 0
     scales: bool = False
     view: View | None = field(default=None, init=False)
+    _share: Share | None = field(default=None, init=False)
+    _began: float = field(default=0.0, init=False)
     _losses: dict[int, Tensor] = field(default_factory=dict, init=False)
     _weights: dict[int, float] = field(default_factory=dict, init=False)
 
@@ -192,37 +196,67 @@ class ShareAttempt:
             ConfigurationError: The view has no batch of fixed size.
             Exception: Whatever the user's step raised.
         """
+        pieces = self.begin(view, seq)
+        for k, piece in enumerate(pieces):
+            self.step.check(view.id)
+            self._run(piece, last=k == len(pieces) - 1)
+        return self.done()
+
+    def begin(self, view: View, seq: int) -> list[Piece]:
+        """Begins an attempt in a view; returns the pieces of this member's share.
+
+        Raises:
+            ConfigurationError: The view has no batch of fixed size.
+        """
         split = read_split(view.batch, len(view.members))
         if split is None:
             raise ConfigurationError(f"view {view.id} divides no batch of fixed size; its steps run by Engine.step()")
-        share = Share(split, view.ids().index(self.member), self.fits)
-        self.view, began = view, time.perf_counter()
-        pieces = share.pieces(self.batch.positions)
+        self.view, self._share = view, Share(split, view.ids().index(self.member), self.fits)
+        self._began = time.perf_counter()
         self._losses, self._weights = {}, {}
         self.step.open(view.id, seq, self.section)
-        self.batch.expect_share(share)
-        for k, piece in enumerate(pieces):
-            self.step.check(view.id)
-            self._run(piece, share, last=k == len(pieces) - 1)
+        self.batch.expect_share(self._share)
+        return self._share.pieces(self.batch.positions)
+
+    def fetch(self, piece: Piece) -> Any:
+        """Returns the samples of a piece of this member's share."""
+        assert self._share is not None, "no attempt was begun"
+        return self.batch.piece(piece, self._share)
+
+    def counts(self, piece: Piece, weight: float, loss: Tensor | None = None) -> None:
+        """Notes the weight of a piece that has a gradient, and its mean loss, if all members are to know it."""
+        self._weights[piece.number] = weight
+        if loss is not None:
+            self._losses[piece.number] = loss.detach()
+
+    def done(self) -> UnitsDone:
+        """Ends the attempt, after its last backward pass; returns what goes into this member's contribution.
+
+        Raises:
+            AttemptOverError: The attempt ended meanwhile.
+        """
+        share, view = self._share, self.view
+        assert share is not None
+        assert view is not None
         self.step.check(view.id)
+        pieces = share.pieces(self.batch.positions)
         samples = sum(count(piece.spans) for piece in pieces)
         total = float(sum(self._weights.values()))
         presence = self.step.flush(total, scaled=self.batch.samples if self.scales else 1.0)
         told = self._told(samples)
-        self.step.took(time.perf_counter() - began, samples)
+        self.step.took(time.perf_counter() - self._began, samples)
         first, stop = share.units(self.batch.positions)
         return UnitsDone(
             weight=total,
             presence=presence,
-            micro_batches=((0, present(split, self.batch.positions)),),
+            micro_batches=((0, present(share.split, self.batch.positions)),),
             coverage=(LayersCovered(0, 1, ((first, stop),)),) if first < stop else (),
-            spent=self._spent(share),
+            spent=self.batch.spent_by(share),
             payload=told.encode(),
         )
 
-    def _run(self, piece: Piece, share: Share, *, last: bool) -> None:
-        data = self.batch.piece(piece, share)
-        samples = count(piece.spans)
+    def _run(self, piece: Piece, *, last: bool) -> None:
+        data, samples = self.fetch(piece), count(piece.spans)
         weight = self.user.weight(data, samples)
         if last and not self.scales:
             self.step.close()
@@ -230,17 +264,14 @@ class ShareAttempt:
             loss = self.user.loss(piece, data)
             if loss is None:
                 return
-            self._losses[piece.number], self._weights[piece.number] = loss.detach(), weight
+            self.counts(piece, weight, loss)
             factor = weight / self.batch.samples if self.scales else weight
             if factor:
                 self.user.backward(loss * factor)
         except torch.OutOfMemoryError as error:
-            if not share.split.rule.micro_batch and samples > 1:
+            if self._share is not None and not self._share.split.rule.micro_batch and samples > 1:
                 error.add_note(f"{self.member} computed {samples} samples at once; fits={samples // 2} halves that")
             raise
-
-    def _spent(self, share: Share) -> tuple[Spent, ...]:
-        return self.batch.spent_by(share)
 
     def _told(self, samples: int) -> ToldStep:
         losses = self._losses

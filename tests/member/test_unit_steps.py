@@ -31,7 +31,7 @@ from chaos_lightning.member.entrance import Entrance
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.part_moves import PartMoves, PartReader
 from chaos_lightning.member.shell import Shell
-from chaos_lightning.member.unit_steps import UnitsDone, await_commit, run_attempts
+from chaos_lightning.member.unit_steps import Attempts, UnitsDone, await_commit
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member_parts import MemberParts
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
@@ -65,6 +65,10 @@ def view_of(number: int, *rows: tuple[str, ...], layers: int = 4) -> View:
 
 FIRST, SECOND, THIRD = (view_of(n, (ME, "b~2")) for n in (1, 2, 3))
 MISSING = ((2, 3),)
+
+
+def as_it_is(commit: fx.Committed) -> Any:
+    return commit
 
 
 class Step:
@@ -109,7 +113,8 @@ def committed(mail: Mailbox, header: Header = CLOSED) -> None:
 
 
 def run(step: Step, moves: Moves, mail: Mailbox, attempt: Callable[[View, int], UnitsDone]) -> fx.Committed:
-    return run_attempts(cast(Any, step), attempt, moves, mail, HEAD, lambda *_: None, lambda: time.monotonic() + 5.0)
+    attempts = Attempts(cast(Any, step), moves, mail, HEAD, lambda *_: None, as_it_is, lambda: time.monotonic() + 5.0)
+    return cast(fx.Committed, attempts.run(attempt))
 
 
 def done(view: View, seq: int) -> UnitsDone:
@@ -209,8 +214,8 @@ def test_who_is_let_go_by_a_decision_serves_and_may_be_taken_back() -> None:
             mail.post(let_go=None, attempt=(THIRD, 4))
         return time.monotonic() + (5.0 if tries < 3 else 0.0)
 
-    found = run_attempts(cast(Any, step), attempt, moves, mail, HEAD, lambda *_: None, deadline)
-    assert found.header == CLOSED
+    attempts = Attempts(cast(Any, step), moves, mail, HEAD, lambda *_: None, as_it_is, deadline)
+    assert cast(fx.Committed, attempts.run(attempt)).header == CLOSED
     assert tries >= 4
     assert step.did == [
         "remember_base",

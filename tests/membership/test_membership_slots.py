@@ -123,6 +123,23 @@ def test_who_leaves_goes_along_with_whatever_the_others_close(kind: str, who: st
     assert header.hyper == contributions[others[0]].hyper
 
 
+def test_who_left_without_a_share_is_put_out_unless_it_had_none_or_all_left() -> None:
+    """B2: the others do the share of a member that left its script, in a view without it."""
+    view = replace(VIEW, batch="6:2x3")
+    units = {m: ((2 * i, 2 * i + 2),) for i, m in enumerate(IDS)}
+    given = {
+        m: contribution(view, GENESIS, "step", m, micro_batches=((0, 6),), coverage=(LayersCovered(0, 1, units[m]),))
+        for m in IDS
+    }
+    assert differing(view, given) == ()
+    left = {m: contribution(view, GENESIS, "step", m, yields=True) for m in IDS}
+    (told,) = differing(view, given | {"b~2": left["b~2"]})
+    assert (told.member, told.rejoin) == ("b~2", True)
+    assert "left without computing its share" in told.reason
+    assert differing(view, left) == ()
+    assert differing(replace(view, batch="6:3,0,3"), given | {"b~2": left["b~2"]}) == (), "it had none"
+
+
 @pytest.mark.parametrize("who", IDS)
 def test_who_has_no_samples_goes_along_with_a_collective_that_it_did_not_foresee(who: str) -> None:
     contributions = box("gather", name="values")

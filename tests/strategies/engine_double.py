@@ -100,6 +100,7 @@ class EngineDouble:
         batch: str = "",
     ) -> Header:
         assert not pipelines, "the double runs no pipelines"
+        assert not batch, "the double divides no batch"
         self.fingerprint, self.state, self.loaded = dict(fingerprint), state, loaded
         self.member_id = f"{self.name}~{len(self.log)}"
         me = Member(self.member_id, self.name, "here", "127.0.0.1", 1, quota=quota)

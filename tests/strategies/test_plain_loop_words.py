@@ -118,6 +118,21 @@ def test_break_before_update_is_fine(chaos: Trainer) -> None:
     assert chaos.step == 0
 
 
+@pytest.mark.parametrize(
+    ("rule", "arguments", "error", "words"),
+    [
+        ("fixed:8", {"accumulate": 2}, ConfigurationError, "accumulate=2 beside batch='fixed:8'.*batch=fixed:N"),
+        ("fixed:8/3", {}, ConfigurationError, "no whole number of micro-batches"),
+        ("fixed", {"data": "local"}, UnsupportedError, "data='local' does not go with a batch of fixed size"),
+    ],
+)
+def test_what_a_fixed_batch_cannot_have_is_named(
+    rule: str, arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words), Trainer(name="a", batch=rule) as chaos:
+        chaos.prepare(*parts(), **arguments)
+
+
 def test_a_second_update_of_a_batch_is_named(chaos: Trainer) -> None:
     model, optimizer, loader = parts()
     batches = chaos.prepare(model, optimizer, loader)
