@@ -206,7 +206,7 @@ class EngineConfig:
     lr_scaling: str = setting(
         UNSCALED,
         "Learning rate under batch=member: none or linear:M0. none: what the script sets, whoever is there. linear:M0: "
-        "each step multiplies it by the members of that step / M0, the number of members that it was chosen for; "
+        "each step multiplies it by the samples of that step / M0, the samples of a step that it was chosen for; "
         "schedules and checkpoints keep the script's own rate. Equal at all members.",
         check=check_scaling,
         metavar="RULE",

@@ -73,7 +73,7 @@ from chaos_lightning.member.participation import Footing, Participation
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.pipeline.plain_shares import PlainShares
-from chaos_lightning.planning.batch import MEMBER, members_of_rate
+from chaos_lightning.planning.batch import MEMBER, samples_of_rate
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
@@ -182,7 +182,7 @@ class Trainer:
         self._comparison = StateComparison(self.engine)
         self._clip = training.Clipping()
         self._scaler: GradScaler | None = None
-        self._scaled_for = members_of_rate(self.engine.config.lr_scaling)
+        self._scaled_for = samples_of_rate(self.engine.config.lr_scaling)
         self._member = Participation(self._put_out, self._left, self.engine)
         self._start = checkpoints.Start(self._member.checkpoints)
         self._let_in = False

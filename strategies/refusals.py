@@ -145,7 +145,7 @@ TABLE: tuple[Refusal, ...] = (
 SCALED_TABLE: tuple[Refusal, ...] = (
     Refusal(
         "manual optimization",
-        "your code decides which optimizer steps when, and at which rate; multiply the rate by trainer.world_size / M0 "
+        "your code decides which optimizer steps when, and at which rate; multiply it by the samples of a step / M0 "
         "there, and leave lr_scaling at none",
         lambda t: "" if t.lightning_module.automatic_optimization else "automatic_optimization = False",
     ),

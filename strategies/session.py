@@ -49,7 +49,7 @@ from chaos_lightning.member.participation import Footing, Participation
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.member.training import least_batch
 from chaos_lightning.member.unit_steps import Attempt
-from chaos_lightning.planning.batch import members_of_rate
+from chaos_lightning.planning.batch import samples_of_rate
 from chaos_lightning.protocol.types import GENESIS, Header, Kind, View
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.settings import ChaosOptions, EngineConfig
@@ -167,7 +167,7 @@ class FitSession:
         self.within: bool | None = None
         """Whether the closure that runs has averaged, or (False) its step does not take place; None before that."""
         self._scaled_for = 0
-        """Number of members for which learning rates were chosen (`lr_scaling`); 0: they are not scaled."""
+        """Samples of a step for which learning rates were chosen (`lr_scaling`); 0: they are not scaled."""
         self._lr_factor = 1.0
         """Factor of learning rates in the step that was committed last, from its header."""
         self._uncommitted: dict[str, Any] | None = None
@@ -284,7 +284,7 @@ class FitSession:
         )
         self._stepper = hooks.stepper(self)
         # Elsewhere a step has the same samples whoever is there.
-        self._scaled_for = members_of_rate(self.config.lr_scaling) if isinstance(self._stepper, Stepper) else 0
+        self._scaled_for = samples_of_rate(self.config.lr_scaling) if isinstance(self._stepper, Stepper) else 0
         self._samples = SampleCount(trainer.lr_scheduler_configs if hooks.owns_result else ())
         self._switch_as_before = training.switch_quickly()
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers, part_of=hooks.part_of)

@@ -87,12 +87,12 @@ def check_scaling(text: str) -> str:
     """Returns in words what is wrong with a setting `lr_scaling`; "" if nothing is."""
     good = text == UNSCALED or _LINEAR.fullmatch(text)
     return (
-        "" if good else f"expected {UNSCALED}, or linear:M0 with M0 the number of members that the rate was chosen for"
+        "" if good else f"expected {UNSCALED}, or linear:M0 with M0 the samples of a step that the rate was chosen for"
     )
 
 
-def members_of_rate(text: str) -> int:
-    """Returns the number of members M0 for which the learning rate was chosen, as a valid `lr_scaling` says; 0: rates
+def samples_of_rate(text: str) -> int:
+    """Returns the samples of a step, M0, for which the learning rate was chosen, as a valid `lr_scaling` says; 0: rates
     are not scaled.
     """
     found = _LINEAR.fullmatch(text)

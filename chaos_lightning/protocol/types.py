@@ -357,11 +357,11 @@ class Header:
         """
         return math.fsum(self.weights())
 
-    def lr_factor(self, members: int) -> float:
-        """Returns the factor of learning rates in this step, if they were chosen for so many members (`lr_scaling`); 1
+    def lr_factor(self, samples: int) -> float:
+        """Returns the factor of learning rates in this step, if they were chosen for so many samples (`lr_scaling`); 1
         for 0, where they are not scaled.
         """
-        return self.contributors / members if members else 1.0
+        return self.total_weight / samples if samples else 1.0
 
     def flaw(self) -> str:
         """Returns the reason why the header's shares are not in the only valid form; "" if they are."""

@@ -83,7 +83,7 @@ class OptimizerReplay:
         vouched: Value of the module's attribute `chaos_replay`: True: optimizers beyond `PURE` can be replayed, too;
             False: none can; None: it has no such attribute.
         within: Whether to clip inside the closure that `step` is given, as Lightning does; else before `step()`.
-        scaled_for: Number of members for which learning rates were chosen (`lr_scaling`); 0: they are not scaled.
+        scaled_for: Samples of a step for which learning rates were chosen (`lr_scaling`); 0: they are not scaled.
     """
 
     def __init__(

@@ -21,10 +21,10 @@ from chaos_lightning.planning.batch import (
     check_rule,
     check_scaling,
     divided,
-    members_of_rate,
     read_rule,
     read_setting,
     read_split,
+    samples_of_rate,
     span_of,
     speeds_of,
 )
@@ -94,10 +94,10 @@ def test_a_wrong_setting_is_refused_with_what_to_write_in_its_place(text: str, w
     assert re.findall("batch='.*?'", str(caught.value)) == [f"batch={text!r}"], "each name is said once"
 
 
-@pytest.mark.parametrize(("text", "members"), [("none", 0), ("linear:1", 1), ("linear:64", 64)])
-def test_the_learning_rate_is_chosen_for_a_number_of_members(text: str, members: int) -> None:
+@pytest.mark.parametrize(("text", "samples"), [("none", 0), ("linear:1", 1), ("linear:64", 64)])
+def test_the_learning_rate_is_chosen_for_a_number_of_samples(text: str, samples: int) -> None:
     assert check_scaling(text) == ""
-    assert members_of_rate(text) == members
+    assert samples_of_rate(text) == samples
     assert EngineConfig(lr_scaling=text).lr_scaling == text
 
 
@@ -106,7 +106,7 @@ def test_the_learning_rate_is_chosen_for_a_number_of_members(text: str, members:
 )
 def test_a_wrong_scaling_is_refused_with_what_is_expected(text: str) -> None:
     words = (
-        f"lr_scaling={text!r}: expected none, or linear:M0 with M0 the number of members that the rate was chosen for"
+        f"lr_scaling={text!r}: expected none, or linear:M0 with M0 the samples of a step that the rate was chosen for"
     )
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         EngineConfig(lr_scaling=text)

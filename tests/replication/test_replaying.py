@@ -176,7 +176,7 @@ def test_other_number_types(dtype: torch.dtype, fused: bool) -> None:
     same(member, newcomer)
 
 
-def test_a_rate_that_follows_the_members_is_scaled_by_each_header() -> None:
+def test_a_rate_that_follows_the_batch_is_scaled_by_each_header() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = SGD([weight], 0.1)
     shares = equal_shares([(1.0, 1.0), (2.0, 2.0), (0.0, 0.0)])

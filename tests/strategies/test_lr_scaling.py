@@ -1,4 +1,4 @@
-"""Tests that learning rates follow the number of members, and only while optimizers step."""
+"""Tests that learning rates follow the samples of a step, and only while optimizers step."""
 
 from __future__ import annotations
 
@@ -43,22 +43,24 @@ def scaling(rule: str, **options: Any) -> ChaosStrategy:
     return ChaosStrategy(options=ChaosOptions(lr_scaling=rule, **options))
 
 
-@pytest.mark.parametrize("extra", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05}])
-def test_a_member_alone_steps_with_a_part_of_the_rate(tmp_path: Path, double: Any, extra: dict[str, Any]) -> None:
-    """One of four members has a quarter of the rate in its steps; all else has the script's rate."""
+@pytest.mark.parametrize(
+    ("extra", "part"), [({}, 4), ({"accumulate_grad_batches": 2}, 2), ({"gradient_clip_val": 0.05}, 4)]
+)
+def test_a_smaller_step_has_a_part_of_the_rate(tmp_path: Path, double: Any, extra: dict[str, Any], part: int) -> None:
+    """A step of 4 or 8 samples of 16 has a quarter or a half of the rate; all else has the script's rate."""
     model = Falling()
-    run = trainer(tmp_path, strategy=scaling("linear:4"), enable_checkpointing=True, **extra)
+    run = trainer(tmp_path, strategy=scaling("linear:16"), enable_checkpointing=True, **extra)
     run.fit(model, loader())
-    plain = Falling(lr=0.05 / 4)
+    plain = Falling(lr=0.05 / part)
     trainer(tmp_path, strategy="auto", **extra).fit(plain, loader())
     for mine, theirs in zip(weights(model), weights(plain), strict=True):
         torch.testing.assert_close(mine, theirs)
     assert model.rates["before step"] == pytest.approx(plain.rates["before step"])
-    assert model.rates["batch end"] == pytest.approx([4 * rate for rate in plain.rates["batch end"]])
+    assert model.rates["batch end"] == pytest.approx([part * rate for rate in plain.rates["batch end"]])
     assert all(".lr=0.05" in s["hyper"] or ".lr=0.025" in s["hyper"] for s in double.made[0].steps)
     (kept,) = tmp_path.rglob("*.ckpt")
     assert torch.load(kept, weights_only=False)["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(0.0125)
-    assert double.made[0].fingerprint["lr_scaling"] == "linear:4"
+    assert double.made[0].fingerprint["lr_scaling"] == "linear:16"
 
 
 def test_the_rate_is_the_scripts_by_default(tmp_path: Path, double: Any) -> None:
@@ -70,18 +72,20 @@ def test_the_rate_is_the_scripts_by_default(tmp_path: Path, double: Any) -> None
 
 @pytest.mark.usefixtures("double")
 def test_manual_optimization_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"(?s)lr_scaling.*automatic_optimization = False.*world_size / M0"):
+    with pytest.raises(
+        UnsupportedError, match=r"(?s)lr_scaling.*automatic_optimization = False.*samples of a step / M0"
+    ):
         trainer(tmp_path, strategy=scaling("linear:2")).fit(Gan(), loader())
 
 
 def by_hand(batches: list[list[Tensor]], chosen_for: int) -> list[Tensor]:
-    """Trains on these batches of members, step by step, with a rate that follows their number; returns the weights."""
+    """Trains on these batches of members, step by step, with a rate that follows their samples; returns the weights."""
     model, (x, y) = Regression(), data(SAMPLES).tensors
     optimizer = model.configure_optimizers()
     for parts in batches:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.05 * len(parts) / chosen_for
         taken = torch.cat(parts)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * len(taken) / chosen_for
         targets = torch.stack([y[(x == row).all(1)][0] for row in taken])
         optimizer.zero_grad()
         nn.functional.mse_loss(model.net(taken), targets).backward()
@@ -89,9 +93,9 @@ def by_hand(batches: list[list[Tensor]], chosen_for: int) -> list[Tensor]:
     return weights(model)
 
 
-def test_the_rate_follows_the_members(job: Job) -> None:
+def test_the_rate_follows_the_batch(job: Job) -> None:
     """Two members train, one leaves, and the other goes on: the parameters are those of a computation by hand."""
-    spec = {"options": {"lr_scaling": "linear:3"}, "samples": SAMPLES, "epochs": 1}
+    spec = {"options": {"lr_scaling": "linear:12"}, "samples": SAMPLES, "epochs": 1}
     job.start("a", gates={1: job.gate("a")}, **spec)
     job.harness.wait_step(1)
     job.start("b", leaves_at=5, **spec)
@@ -105,7 +109,7 @@ def test_the_rate_follows_the_members(job: Job) -> None:
     assert sum(len(parts) == 2 for parts in batches) > 2
     assert len(batches[0]) == len(batches[-1]) == 1
     assert sum(len(part) for parts in batches for part in parts) == SAMPLES
-    for mine, theirs in zip(a["weights"], by_hand(batches, 3), strict=True):
+    for mine, theirs in zip(a["weights"], by_hand(batches, 12), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert all("lr [0.05]" in line for line in a["trace"] if "batch" in line)
 
