@@ -368,7 +368,7 @@ class StepLoader:
 
     @property
     def unit(self) -> str:
-        """What the loader's positions number: samples, or batches (see `Orders`)."""
+        """Unit that the loader's positions number: "sample", "batch" or "item" (see `Orders`)."""
         return self._assigning.units.unit
 
     @property

@@ -86,7 +86,7 @@ def test_who_leaves_without_asking_has_the_others_do_its_share(job: Job) -> None
 
 @pytest.mark.slow
 def test_noise_does_not_depend_on_the_members(job: Job) -> None:
-    """Of three members with two micro-batches one has stand-ins only, and all draw what one process draws."""
+    """One of three members with two micro-batches has stand-ins only; all draw the numbers of one process."""
     sizes = {**SIZES, "epochs": 3, "dropout": 0.5}
     for name in "abc":
         start(job, name, "fixed:16/8", {"min_nodes": 3}, **sizes)

@@ -48,7 +48,7 @@ class EngineDouble:
         self.contributors: tuple[str, ...] = ()
         self.founders: tuple[str, ...] = ()
         self.header = GENESIS
-        self.role, self.saved_by = "", "the others save"
+        self.role, self.saved_by, self.noticed = "", "the others save", ""
         self.leaving = self.out = self.closed = self.resumed = False
         self.kept: list[int] = []
         self.log: list[Header] = []
