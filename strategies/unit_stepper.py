@@ -105,10 +105,15 @@ class UnitStepper:
         self._engine.losses.tell(header.step)
         return header
 
-    def output(self) -> dict[str, Tensor]:
-        """Returns the output of the step's `training_step`, which is the same at all members."""
+    def output(self) -> dict[str, Tensor] | None:
+        """Returns the output of the step's `training_step`, which is the same at all members; None, with which
+        Lightning skips the step, if no unit had a loss.
+        """
         assert self._outcome is not None
-        return {"loss": torch.tensor(self._outcome.loss, device=self._trainer.strategy.root_device)}
+        if self.total_weight <= 0:
+            return None
+        wide = torch.promote_types(torch.float32, self._trainer.lightning_module.dtype)
+        return {"loss": torch.tensor(self._outcome.loss, dtype=wide, device=self._trainer.strategy.root_device)}
 
     def backward(self, loss: Tensor) -> Tensor:
         """Stores the step's averages in `.grad`, since Lightning has zeroed it, with Lightning's hooks before and

@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,12 +150,14 @@ class UserStep:
         backward: Runs the backward pass of a loss.
         weight: Returns the weight of a piece in the step, given its samples as they were fetched and their number.
         extra: Returns what the strategy gives for a piece, as bytes.
+        handed: Returns what the strategy gives for the member, as bytes.
     """
 
     loss: Callable[[Piece, Any], Tensor | None]
     backward: Callable[[Tensor], None]
     weight: Callable[[Any, int], float]
     extra: Callable[[int], bytes]
+    handed: Callable[[], bytes] = bytes
 
 
 @dataclass(eq=False)
@@ -168,6 +170,7 @@ class ShareAttempt:
         member: This member's id.
         batch: Samples of the step.
         fits: Samples that this member computes at once.
+        least: Fewest samples that the model can train on.
         section: Number of the optimizer that steps.
         scales: Whether losses are scaled, so that weights must not make them larger.
         view: The view of the last attempt; None before the first.
@@ -178,11 +181,13 @@ class ShareAttempt:
     member: str
     batch: StepBatch
     fits: int
+    least: int = 1
     section: int = 0
     scales: bool = False
     view: View | None = field(default=None, init=False)
     _losses: dict[int, Tensor] = field(default_factory=dict, init=False)
     _weights: dict[int, float] = field(default_factory=dict, init=False)
+    _extra: dict[int, bytes] = field(default_factory=dict, init=False)
 
     def __call__(self, view: View, seq: int) -> UnitsDone:
         """Computes this member's share of the step in a view; returns what goes into its contribution.
@@ -195,10 +200,10 @@ class ShareAttempt:
         split = read_split(view.batch, len(view.members))
         if split is None:
             raise ConfigurationError(f"view {view.id} divides no batch of fixed size; its steps run by Engine.step()")
-        share = Share(split, view.ids().index(self.member), self.fits)
+        share = Share(split, view.ids().index(self.member), self.fits, self.least)
         self.view, began = view, time.perf_counter()
         pieces = share.pieces(self.batch.positions)
-        self._losses, self._weights = {}, {}
+        self._losses, self._weights, self._extra = {}, {}, {}
         self.step.open(view.id, seq, self.section)
         self.batch.expect_share(share)
         for k, piece in enumerate(pieces):
@@ -228,6 +233,7 @@ class ShareAttempt:
             self.step.close()
         try:
             loss = self.user.loss(piece, data)
+            self._extra[piece.number] = self.user.extra(piece.number)
             if loss is None:
                 return
             self._losses[piece.number], self._weights[piece.number] = loss.detach(), weight
@@ -246,8 +252,7 @@ class ShareAttempt:
         losses = self._losses
         values = torch.stack([loss.double() for loss in losses.values()]).tolist() if losses else []
         pairs = {j: (value, self._weights[j]) for j, value in zip(losses, values, strict=True)}
-        extra: Mapping[int, bytes] = {j: self.user.extra(j) for j in losses}
-        return ToldStep(losses=pairs, extra=extra, samples=samples)
+        return ToldStep(losses=pairs, extra=self._extra, samples=samples, handed=self.user.handed())
 
     def outcome(self, header: Header) -> StepOutcome:
         """Returns the outcome of the committed step, which all members compute alike from its header."""
