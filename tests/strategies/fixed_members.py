@@ -45,7 +45,7 @@ class Study(pl.LightningModule):
         self.spec, self.calls = spec, (-1, 0)
         norm = nn.BatchNorm1d(8) if spec.get("norm") else nn.Identity()
         self.net = nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Dropout(spec.get("dropout", 0)), nn.Linear(8, 1))
-        self.mse, self.val_mse = MeanSquaredError(), MeanSquaredError()
+        self.mse, self.val_mse = (MeanSquaredError().set_dtype(torch.float64) for _ in range(2))
         set_without_chance(self)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -191,7 +191,9 @@ def studied(strategy: Any, spec: dict[str, Any], **more: Any) -> dict[str, Any]:
     )
     size, drop = spec.get("batch", 16), spec.get("drop_last", False)
     data = numbered(spec.get("samples", 60))
-    if precision != "64-true":
+    if precision == "64-true":
+        module.double()  # Lightning does so after it has loaded a checkpoint
+    else:
         data = TensorDataset(*(t.float() if t.is_floating_point() else t for t in data.tensors))
     loader = DataLoader(data, size, drop_last=drop)
     held_out = DataLoader(numbered(10, 9), 4) if "validates" in spec else None

@@ -79,7 +79,7 @@ def test_what_lightning_counts_logs_clips_averages_and_validates_is_as_in_one_pr
 
 def test_a_member_without_a_share_runs_hooks_and_callbacks_as_the_others(job: Any) -> None:
     """Two micro-batches for three members, with BatchNorm: losses are those of one process that accumulates."""
-    spec = {"samples": 44, "batch": 8, "norm": 1, "scheduled": 1, "averages": 1, "validates": 1}
+    spec = {"samples": 48, "batch": 8, "norm": 1, "scheduled": 1, "averages": 1, "validates": 1}
     job.fresh(min_nodes=3)
     for name in "abc":
         start(job, name, "fixed:16/8", **spec)
@@ -182,6 +182,7 @@ def test_samples_without_a_loss_weigh_nothing_and_steps_without_any_are_skipped(
 def test_an_output_that_is_no_loss_is_refused_as_lightning_refuses_it(output: Any, words: str) -> None:
     trainer: Any = MagicMock()
     trainer.lightning_module, trainer.precision_plugin.scaler = BoringModel(), None
+    trainer.strategy.root_device = "cpu"
     trainer.lightning_module.training_step = lambda *_: output
     fit = FixedFit(trainer, Mock(), MagicMock(), seed=1)
     fit._step = Mock()
