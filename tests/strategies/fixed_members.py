@@ -37,7 +37,7 @@ class Study(pl.LightningModule):
             scheduled (a schedule), skips (samples with which training_step returns None), alone (samples whose loss
             counts twice), infinite (epoch and sample whose gradient is infinite), nan (epoch and sample whose loss is
             NaN), pause_s (seconds for a sample), dies (step, and number of a call in it, at which this process is
-            killed), freezes (step in which this process stops), memory (step in which there is no memory).
+            killed), late_s (seconds in that call before it is), freezes (step in which this process stops), memory (step in which there is no memory).
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -86,6 +86,7 @@ class Study(pl.LightningModule):
         self.calls = (step, self.calls[1] + 1 if self.calls[0] == step else 0)
         time.sleep(self.spec.get("pause_s", 0.0) * samples)
         if self.calls == self.spec.get("dies"):
+            time.sleep(self.spec.get("late_s", 0.0))
             os.kill(os.getpid(), signal.SIGKILL)
         if step == self.spec.get("freezes"):
             self.spec.pop("freezes")
@@ -130,7 +131,7 @@ class History(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
         found = [p.grad.norm() for p in module.parameters() if p.grad is not None]
-        self.note("before step", trainer, norm=float(torch.stack(found).norm()))
+        self.note("before step", trainer, norm=float(torch.stack(found).norm()) if found else 0.0)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = float(outputs["loss"]) if outputs else float("nan")
@@ -196,7 +197,7 @@ def studied(strategy: Any, spec: dict[str, Any], **more: Any) -> dict[str, Any]:
     else:
         data = TensorDataset(*(t.float() if t.is_floating_point() else t for t in data.tensors))
     loader = DataLoader(data, size, drop_last=drop)
-    held_out = DataLoader(numbered(10, 9), 4) if "validates" in spec else None
+    held_out = DataLoader(numbered(12, 9), 4) if "validates" in spec else None
     fit.fit(module, loader, held_out, ckpt_path=spec.get("ckpt_path"))
     return {
         "lines": history.lines,
