@@ -112,7 +112,7 @@ class Companion(pl.Callback):
         if session.departed or session.hooks.ended:
             unfinish_epoch(session.trainer, begun=not session.hooks.through)
             raise StopIteration
-        compute_epoch(session.trainer, session.handover, session.collectives.exchange)
+        compute_epoch(session.trainer, session.handover, session.collectives.exchange, alike=session.logs_alike)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began = time.monotonic()

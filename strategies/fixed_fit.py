@@ -9,17 +9,21 @@ the piece's number, so under `fixed:N/B` they do not depend on who computes it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
-from chaos_lightning.data.pieces import Piece
+from chaos_lightning.data.pieces import SharePiece
 from chaos_lightning.data.steps import StepBatch, StepLoader, steps_of
 from chaos_lightning.member.drift import StateComparison
 from chaos_lightning.pipeline.randomness import Randomness
 from chaos_lightning.pipeline.shares import ShareAttempt, ShareStep, UserStep
+from chaos_lightning.pipeline.told import ToldStep
 from chaos_lightning.planning.batch import MEMBER, BatchRule
+from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.lightning_types import Trainer
@@ -69,6 +73,7 @@ class FixedFit(FitHooks):
         self._trainer, self._config, self._collectives = trainer, config, collectives
         self._randomness = Randomness(seed, trainer.strategy.root_device)
         self._users_step = UsersStep(trainer)
+        self._opened = ExitStack()
         self._loader: StepLoader | None = None
         self._logs = UnitLogs(trainer, collectives, _accepts)
         self._step: ShareStep | None = None
@@ -103,6 +108,14 @@ class FixedFit(FitHooks):
         """Makes the engine run its steps as shares of a batch."""
         self._step = ShareStep(self._trainer.lightning_module, fit.engine.accumulation, self._logs.forget)
         fit.engine.attach(self._step)
+        self._opened.enter_context(self._users_step.spared())
+
+    def restore(self) -> None:
+        """Restores the user's module to what it was before fit. Idempotent."""
+        self._opened.close()
+
+    def said(self, fit: FitSession, header: Header) -> Sequence[bytes]:
+        return [ToldStep.decode(answer).handed for answer in header.answers] if header.kind is Kind.STEP else ()
 
     def _attempts(self, fit: FitSession, batch: StepBatch) -> ShareAttempt:
         """Returns this member's attempts at the step that has these samples."""
@@ -111,21 +124,23 @@ class FixedFit(FitHooks):
         number = fit.engine.header.step + 1
         self._users_step.begin(batch.index)
 
-        def loss(piece: Piece, data: Any) -> Tensor | None:
-            moved = self._users_step.moved(data)
-            with (
-                self._randomness.stream("step", number, piece.number),
-                self._logs.unit(piece.number, True, moved),
-                self._users_step.around(),
-            ):
-                output = self._users_step(moved)
-            found = output.get("loss") if isinstance(output, Mapping) else output
-            return found if isinstance(found, Tensor) else None
+        def loss(piece: SharePiece, data: Any) -> Tensor | None:
+            with self._randomness.stream("step", number, piece.number):
+                moved = self._users_step.moved(data)
+                with self._logs.unit(piece.number, True, moved), self._users_step.around():
+                    output = self._users_step(moved)
+            return ClosureResult.from_training_step_output(output).closure_loss  # refuses what Lightning refuses
 
         def backward(scaled: Tensor) -> None:
             module.backward(scaler.scale(scaled) if scaler is not None else scaled)
 
-        user = UserStep(loss, backward, lambda data, n: weight_of(module, data, batch.index, n), self._logs.extra)
+        user = UserStep(
+            loss,
+            backward,
+            lambda data, n: weight_of(module, data, batch.index, n),
+            self._logs.extra,
+            lambda: fit.handover.says(fit.engine, alike=True),
+        )
         return ShareAttempt(self._step, user, fit.engine.member_id, batch, self._fits, scales=scaler is not None)
 
 

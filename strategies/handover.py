@@ -80,11 +80,15 @@ class Handover:
         """Limits the bytes of logged values sent with a gradient of `gradient` bytes, to a small part of it."""
         self.limit = min(MAX_STEP_NBYTES, max(MIN_STEP_NBYTES, gradient // 16))
 
-    def says(self, member: Saying) -> bytes:
+    def says(self, member: Saying, *, alike: bool = False) -> bytes:
         """Returns the bytes that this member sends with its next step: the values that it has logged and counted in
         the epoch; b"" if none.
+
+        Args:
+            member: Facts about the member.
+            alike: Whether all members log the same numbers, so that only metrics' states travel.
         """
-        live = results.epoch_numbers(self._trainer.fit_loop.epoch_loop._results)
+        live = {} if alike else results.epoch_numbers(self._trainer.fit_loop.epoch_loop._results)
         limit = MAX_LEAVE_NBYTES if member.leaving else self.limit // max(1, member.world_size)
         states, left_out = self.metrics.trained(limit)
         if not live and not states and not left_out:
@@ -183,16 +187,18 @@ def _read(part: bytes) -> dict[str, Any]:
     return found
 
 
-def compute_epoch(trainer: Trainer, handover: Handover, exchange: Exchange) -> None:
+def compute_epoch(trainer: Trainer, handover: Handover, exchange: Exchange, *, alike: bool) -> None:
     """Computes the logged values of a training epoch over all members, with `sync_dist=True` or without, under keys on
     which they agree.
 
-    If somebody dies meanwhile, both are done anew, with the part of the dead.
+    If somebody dies meanwhile, both are done anew, with the part of the dead. If all members have logged the same
+    numbers (`alike`), each has those of the whole job, and a sum over members would count them several times.
     """
     collection = trainer.fit_loop.epoch_loop._results
     gone = -1
     while gone != handover.gone:
         gone = handover.gone
         results.agree(trainer, collection, exchange, "the training epoch", trainer.strategy.reduce)
-        results.reduce_all(collection)
+        if not alike:
+            results.reduce_all(collection)
     handover.end_epoch()

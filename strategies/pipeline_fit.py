@@ -266,6 +266,7 @@ class PipelineFit(FitHooks):
             self._trainer, gather, lambda: engine, lambda: step, its_logs, lambda: chain.is_last
         )
         self._opened.enter_context(watched())
+        self._opened.enter_context(self.model.users_step.spared())
         precision = self._trainer.precision_plugin
         precision.clip_grad_by_norm = self._stepper.clip  # type: ignore[method-assign]
         self._opened.callback(delattr, precision, "clip_grad_by_norm")

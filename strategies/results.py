@@ -182,6 +182,17 @@ def add_numbers(collection: _ResultCollection, keys: Sequence[str], numbers: byt
             item.cumulated_batch_size = item.cumulated_batch_size + int(count)
 
 
+def numbers_manifest(trainer: Trainer) -> list[Any]:
+    """Returns the numbers that were logged in this training epoch, for newcomers where all members log the same."""
+    live = epoch_numbers(trainer.fit_loop.epoch_loop._results)
+    return [list(live), packed_numbers(live.values())]
+
+
+def adopt_numbers(trainer: Trainer, manifest: Sequence[Any]) -> None:
+    """Gives a newcomer, which has the keys, the numbers that `numbers_manifest` returned at the donor."""
+    add_numbers(trainer.fit_loop.epoch_loop._results, *manifest)
+
+
 def collections_manifest(trainer: Trainer) -> dict[str, Any]:
     """Returns the keys that were logged in training and in validation, which newcomers take over."""
     epoch_loop = trainer.fit_loop.epoch_loop

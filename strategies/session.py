@@ -53,6 +53,7 @@ from chaos_lightning.planning.batch import samples_of_rate
 from chaos_lightning.protocol.types import GENESIS, Header, Kind, View
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.settings import ChaosOptions, EngineConfig
+from chaos_lightning.strategies import results
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.data import EngineSource, TrainLoader
 from chaos_lightning.strategies.environment import ChaosEnvironment
@@ -203,6 +204,11 @@ class FitSession:
         return self._stepper
 
     @property
+    def logs_alike(self) -> bool:
+        """Whether all members log the same numbers, because a batch is a whole step."""
+        return isinstance(self._stepper, UnitStepper)
+
+    @property
     def state(self) -> LightningState:
         assert self._state is not None
         return self._state
@@ -277,6 +283,7 @@ class FitSession:
             "through": lambda: hooks.through,
             "checkpoints": lambda: self.member.checkpoints.heads,
             "handover": lambda: self.handover.manifest(),
+            "logged": lambda: results.numbers_manifest(trainer) if self.logs_alike else [],
         }
         hooks.enter(self)
         self._state = LightningState(
@@ -378,6 +385,8 @@ class FitSession:
         self.writer.told = LogPlace(*extra["files"])
         self.hooks.through = extra["through"]
         self.handover.adopt(extra["handover"])
+        if logged := extra.get("logged"):
+            results.adopt_numbers(self.trainer, logged)
         self.member.checkpoints.heads = extra["checkpoints"]
         self.hooks.adopt(extra["clock"])
 

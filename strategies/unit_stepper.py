@@ -27,7 +27,7 @@ from chaos_lightning.pipeline.told import StepOutcome, clip_coefficient, scale_g
 from chaos_lightning.protocol.types import Header, View
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.pipeline_logs import UnitLogs
-from chaos_lightning.strategies.stepping import sections_of
+from chaos_lightning.strategies.stepping import IDLE_KEY, sections_of
 
 
 class StepAttempt(Protocol):
@@ -105,20 +105,23 @@ class UnitStepper:
         self._engine.losses.tell(header.step)
         return header
 
-    def output(self) -> dict[str, Tensor]:
-        """Returns the output of the step's `training_step`: a loss that is the same at all members, in double precision
-        if the model is.
+    def output(self) -> dict[str, Any]:
+        """Returns the output of the step's `training_step`, which is the same at all members; if no unit had a loss,
+        one of a step that is skipped.
         """
         assert self._outcome is not None
-        double = any(p.dtype is torch.float64 for p, _ in self._averages)
-        dtype = torch.float64 if double else torch.float32
-        return {"loss": torch.tensor(self._outcome.loss, dtype=dtype, device=self._trainer.strategy.root_device)}
+        if self.total_weight <= 0:  # Lightning refuses None where there are several members
+            return {"loss": self.nothing(), IDLE_KEY: False}
+        wide = torch.promote_types(torch.float32, self._trainer.lightning_module.dtype)
+        return {"loss": torch.tensor(self._outcome.loss, dtype=wide, device=self._trainer.strategy.root_device)}
 
     def backward(self, loss: Tensor) -> Tensor:
         """Stores the step's averages in `.grad`, since Lightning has zeroed it, with Lightning's hooks before and
-        after.
+        after; does nothing if no unit had a loss.
         """
         precision, module = self._trainer.precision_plugin, self._trainer.lightning_module
+        if self.total_weight <= 0:
+            return loss
         loss = precision.pre_backward(loss, module)
         for parameter, average in self._averages:
             parameter.grad = average

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning.pytorch.trainer.call import _call_strategy_hook
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from chaos_lightning.data.steps import StepBatch
 from chaos_lightning.strategies.lightning_types import Trainer
 
 
@@ -28,6 +30,23 @@ class UsersStep:
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return _call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    @contextmanager
+    def spared(self) -> Iterator[None]:
+        """Keeps whole steps, which are the batches of Lightning's loop, from the user's transfer hooks while the block
+        runs: these get each micro-batch by `moved`.
+        """
+        module = self._trainer.lightning_module
+        call = module._call_batch_hook
+
+        def call_unless_whole(name: str, batch: Any, *more: Any) -> Any:
+            return batch if isinstance(batch, StepBatch) else call(name, batch, *more)
+
+        module._call_batch_hook = call_unless_whole
+        try:
+            yield
+        finally:
+            del module._call_batch_hook
 
     def around(self) -> AbstractContextManager[Any]:
         """Returns the context of the precision plugin, in which each forward pass runs."""

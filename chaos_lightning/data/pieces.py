@@ -19,7 +19,7 @@ from chaos_lightning.protocol.spans import count
 from chaos_lightning.protocol.types import Span
 
 
-class Piece(NamedTuple):
+class SharePiece(NamedTuple):
     """Samples that a member computes at once.
 
     Attributes:
@@ -39,11 +39,13 @@ class Share:
         split: Division of a step among the view's members.
         rank: The member's place in the view.
         fits: Samples that the member computes at once; with micro-batches of B, B counts.
+        least: Fewest samples that the model can train on; no share or piece has fewer, unless the step has.
     """
 
     split: Split
     rank: int
     fits: int
+    least: int = 1
 
     def units(self, positions: Sequence[Part]) -> Span:
         """Returns the numbers of the member's units in a step.
@@ -51,16 +53,23 @@ class Share:
         Args:
             positions: Positions of each micro-batch of the step, or of the whole step if the rule has none.
         """
-        return self.split.units(self.rank, present(self.split, positions))
+        total = present(self.split, positions)
+        first, stop = self.split.units(self.rank, total)
+        return (first, stop) if self.split.rule.micro_batch else (self._border(first, total), self._border(stop, total))
 
-    def pieces(self, positions: Sequence[Part]) -> list[Piece]:
+    def _border(self, at: int, total: int) -> int:
+        """Returns the end of a share that would end at sample `at` of `total` if it could have fewer than `least`."""
+        whole = at - at % self.least
+        return total if at == total or 0 < whole > total - self.least else whole
+
+    def pieces(self, positions: Sequence[Part]) -> list[SharePiece]:
         """Returns what the member computes of a step with these positions, in order; may be empty."""
         first, stop = self.units(positions)
         if self.split.rule.micro_batch:
-            return [Piece(j, positions[j]) for j in range(first, stop)]
-        number = -(-(stop - first) // self.fits)
+            return [SharePiece(j, positions[j]) for j in range(first, stop)]
+        number = min(-(-(stop - first) // self.fits), max(1, (stop - first) // self.least)) if first < stop else 0
         borders = [first + (stop - first) * k // number for k in range(number + 1)] if number else []
-        return [Piece(a, between(positions[0], a, b)) for a, b in pairwise(borders)]
+        return [SharePiece(a, between(positions[0], a, b)) for a, b in pairwise(borders)]
 
     def parts(self, positions: Sequence[Part]) -> tuple[Part, ...]:
         """Returns the positions of these pieces."""

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from chaos_lightning.data.accumulations import Part
 from chaos_lightning.data.feeds import StepFeed, declared_batch
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.data.pieces import Piece, Share
+from chaos_lightning.data.pieces import Share, SharePiece
 from chaos_lightning.data.source import AssignmentSource, MicroBatch, Stats
 from chaos_lightning.errors import ConfigurationError, StateError, UnsupportedError
 from chaos_lightning.planning import assignment
@@ -119,7 +119,7 @@ class StepBatch:
         """Announces that this member will ask for its share of this and later steps, as `expect` does for numbers."""
         self._loader._expect(self, share)
 
-    def piece(self, piece: Piece, share: Share) -> Any:
+    def piece(self, piece: SharePiece, share: Share) -> Any:
         """Returns the samples of a piece of this member's share; one that is asked for again is fetched again.
 
         Raises:

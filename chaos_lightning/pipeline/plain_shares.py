@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chaos_lightning.data.pieces import Piece
+from chaos_lightning.data.pieces import SharePiece
 from chaos_lightning.data.source import MicroBatch
 from chaos_lightning.data.steps import StepBatch, steps_of
 from chaos_lightning.errors import AttemptOverError
@@ -61,7 +61,7 @@ class PlainShares:
         self.began_again = False
         self._attempts: Attempts | None = None
         self._attempt: ShareAttempt | None = None
-        self._pieces: list[Piece] = []
+        self._pieces: list[SharePiece] = []
         self._number = 0
         """Number of the present step."""
         self._turns = 0
@@ -122,7 +122,7 @@ class PlainShares:
 
     def _hand_out(self, attempt: ShareAttempt) -> Any:
         batch, k = attempt.batch, self._turns
-        piece = self._pieces[k] if self._pieces else Piece(0, ())
+        piece = self._pieces[k] if self._pieces else SharePiece(0, ())
         data = attempt.fetch(piece) if self._pieces else self.loader.stand_in()
         self.current = MicroBatch(
             epoch=batch.epoch,

@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from chaos_lightning.collectives.accumulation import Accumulation
-from chaos_lightning.data.pieces import Piece, Share, present
+from chaos_lightning.data.pieces import Share, SharePiece, present
 from chaos_lightning.data.steps import StepBatch
 from chaos_lightning.errors import AttemptOverError, ConfigurationError
+from chaos_lightning.member.training import least_batch
 from chaos_lightning.member.unit_steps import StepTime, UnitsDone
 from chaos_lightning.pipeline.base import BaseBuffers
 from chaos_lightning.pipeline.told import StepOutcome, ToldStep, agreed
@@ -46,6 +47,9 @@ class ShareStep:
         module: The model; its attributes and buffers are put back when an attempt is dropped.
         accumulation: Accumulation over a layout of the whole model.
         forget: Is called when attempts begin anew; drops what they have logged.
+
+    Attributes:
+        least: Fewest samples that the model can train on.
     """
 
     borders = None
@@ -54,6 +58,7 @@ class ShareStep:
     def __init__(self, module: nn.Module, accumulation: Accumulation, forget: Callable[[], None]) -> None:
         self._module, self._accumulation, self._forget = module, accumulation, forget
         self._undo, self._buffers = Undo(module), BaseBuffers(module)
+        self.least = least_batch(module)
         self._changed = threading.Lock()
         self._over = NO_VIEW
         """View whose attempts, and those of older views, are over."""
@@ -150,12 +155,14 @@ class UserStep:
         backward: Runs the backward pass of a loss.
         weight: Returns the weight of a piece in the step, given its samples as they were fetched and their number.
         extra: Returns what the strategy gives for a piece, as bytes.
+        handed: Returns what the strategy gives for the member, as bytes.
     """
 
-    loss: Callable[[Piece, Any], Tensor | None]
+    loss: Callable[[SharePiece, Any], Tensor | None]
     backward: Callable[[Tensor], None]
     weight: Callable[[Any, int], float]
     extra: Callable[[int], bytes]
+    handed: Callable[[], bytes] = bytes
 
 
 @dataclass(eq=False)
@@ -187,6 +194,7 @@ class ShareAttempt:
     _began: float = field(default=0.0, init=False)
     _losses: dict[int, Tensor] = field(default_factory=dict, init=False)
     _weights: dict[int, float] = field(default_factory=dict, init=False)
+    _extra: dict[int, bytes] = field(default_factory=dict, init=False)
 
     def __call__(self, view: View, seq: int) -> UnitsDone:
         """Computes this member's share of the step in a view; returns what goes into its contribution.
@@ -202,7 +210,7 @@ class ShareAttempt:
             self._run(piece, last=k == len(pieces) - 1)
         return self.done()
 
-    def begin(self, view: View, seq: int) -> list[Piece]:
+    def begin(self, view: View, seq: int) -> list[SharePiece]:
         """Begins an attempt in a view; returns the pieces of this member's share.
 
         Raises:
@@ -211,19 +219,19 @@ class ShareAttempt:
         split = read_split(view.batch, len(view.members))
         if split is None:
             raise ConfigurationError(f"view {view.id} divides no batch of fixed size; its steps run by Engine.step()")
-        self.view, self._share = view, Share(split, view.ids().index(self.member), self.fits)
+        self.view, self._share = view, Share(split, view.ids().index(self.member), self.fits, self.step.least)
         self._began = time.perf_counter()
-        self._losses, self._weights = {}, {}
+        self._losses, self._weights, self._extra = {}, {}, {}
         self.step.open(view.id, seq, self.section)
         self.batch.expect_share(self._share)
         return self._share.pieces(self.batch.positions)
 
-    def fetch(self, piece: Piece) -> Any:
+    def fetch(self, piece: SharePiece) -> Any:
         """Returns the samples of a piece of this member's share."""
         assert self._share is not None, "no attempt was begun"
         return self.batch.piece(piece, self._share)
 
-    def counts(self, piece: Piece, weight: float, loss: Tensor | None = None) -> None:
+    def counts(self, piece: SharePiece, weight: float, loss: Tensor | None = None) -> None:
         """Notes the weight of a piece that has a gradient, and its mean loss, if all members are to know it."""
         self._weights[piece.number] = weight
         if loss is not None:
@@ -255,13 +263,14 @@ class ShareAttempt:
             payload=told.encode(),
         )
 
-    def _run(self, piece: Piece, *, last: bool) -> None:
+    def _run(self, piece: SharePiece, *, last: bool) -> None:
         data, samples = self.fetch(piece), count(piece.spans)
         weight = self.user.weight(data, samples)
         if last and not self.scales:
             self.step.close()
         try:
             loss = self.user.loss(piece, data)
+            self._extra[piece.number] = self.user.extra(piece.number)
             if loss is None:
                 return
             self.counts(piece, weight, loss)
@@ -277,8 +286,7 @@ class ShareAttempt:
         losses = self._losses
         values = torch.stack([loss.double() for loss in losses.values()]).tolist() if losses else []
         pairs = {j: (value, self._weights[j]) for j, value in zip(losses, values, strict=True)}
-        extra: Mapping[int, bytes] = {j: self.user.extra(j) for j in losses}
-        return ToldStep(losses=pairs, extra=extra, samples=samples)
+        return ToldStep(losses=pairs, extra=self._extra, samples=samples, handed=self.user.handed())
 
     def outcome(self, header: Header) -> StepOutcome:
         """Returns the outcome of the committed step, which all members compute alike from its header."""

@@ -9,7 +9,7 @@ order that is equal everywhere, so all members conclude the same to the last bit
 NaN and infinity are values like others. A step whose gradients are not finite is a step: the optimizer takes it, at all
 members alike, as it does in the strategy `chaos` and in a training of one process. `StepOutcome.finite` tells of it.
 
-Sizes. With 256 layers and 64 micro-batches all members together say 4.6 kB, and 21 bytes for each member that says
+Sizes. With 256 layers and 64 micro-batches all members together say 4.6 kB, and 25 bytes for each member that says
 anything. A header takes `MAX_GATHER_NBYTES` (60 MiB) from all members, so 64 micro-batches may have 0.9 MiB each of a
 strategy's bytes: numbers and names, not predictions. Each step's header brings them to every member.
 """
@@ -34,8 +34,8 @@ from chaos_lightning.protocol.types import MAX_PARTS, Header, View
 
 T = TypeVar("T")
 _VERSION = 1
-_HEAD = struct.Struct("<BQIII")
-"""Head of a payload: version, samples, and the numbers of norms, losses and extras that follow."""
+_HEAD = struct.Struct("<BQIIII")
+"""Head of a payload: version, samples, the numbers of norms, losses and extras that follow, bytes handed over."""
 _NORM, _LOSS, _EXTRA = struct.Struct("<IdB"), struct.Struct("<Idd"), struct.Struct("<II")
 
 
@@ -49,25 +49,28 @@ class ToldStep:
             loss.
         extra: Bytes that the strategy gives, by micro-batch.
         samples: Number of samples in micro-batches whose first layers the member ran.
+        handed: Bytes of the strategy about the member, not about a micro-batch.
     """
 
     norms: Mapping[int, PartNorm] = field(default_factory=dict)
     losses: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     extra: Mapping[int, bytes] = field(default_factory=dict)
     samples: int = 0
+    handed: bytes = b""
 
     def encode(self) -> bytes:
         """Returns the values as bytes; no bytes if there are none."""
-        if not (self.norms or self.losses or self.extra or self.samples):
+        if not (self.norms or self.losses or self.extra or self.samples or self.handed):
             return b""
         extra = sorted(self.extra.items())
         return b"".join(
             (
-                _HEAD.pack(_VERSION, self.samples, len(self.norms), len(self.losses), len(extra)),
+                _HEAD.pack(_VERSION, self.samples, len(self.norms), len(self.losses), len(extra), len(self.handed)),
                 *(_NORM.pack(part, *norm) for part, norm in sorted(self.norms.items())),
                 *(_LOSS.pack(j, *row) for j, row in sorted(self.losses.items())),
                 *(_EXTRA.pack(j, len(data)) for j, data in extra),
                 *(data for _, data in extra),
+                self.handed,
             )
         )
 
@@ -82,7 +85,7 @@ class ToldStep:
             return ToldStep()
         if len(data) < _HEAD.size:
             raise WireError(f"{len(data)} bytes are said beside a step's gradients; expected {_HEAD.size} or more")
-        version, samples, norms, losses, extras = _HEAD.unpack_from(data)
+        version, samples, norms, losses, extras, handed = _HEAD.unpack_from(data)
         if version != _VERSION:
             raise WireError(f"version {version} of what is said beside a step's gradients; expected {_VERSION}")
         ends = _HEAD.size, norms * _NORM.size, losses * _LOSS.size, extras * _EXTRA.size
@@ -95,8 +98,8 @@ class ToldStep:
         for j, nbytes in _EXTRA.iter_unpack(data[c:d]):
             found_extra.append((j, data[at : at + nbytes]))
             at += nbytes
-        if at != len(data):
-            raise WireError(f"{len(data)} bytes are said beside a step's gradients; expected {at}")
+        if at + handed != len(data):
+            raise WireError(f"{len(data)} bytes are said beside a step's gradients; expected {at + handed}")
         if any(flag > 1 for flag in data[a + _NORM.size - 1 : b : _NORM.size]):
             raise WireError("a norm's flag is neither 0 nor 1")
         if odd := [norm.squared for _, norm in found_norms if norm.squared < 0]:
@@ -106,7 +109,7 @@ class ToldStep:
         _check_numbers((part for part, _ in found_norms), MAX_PARTS, "parts")
         _check_numbers((j for j, _ in found_losses), MOST_SAMPLES, "micro-batches of losses")
         _check_numbers((j for j, _ in found_extra), MOST_SAMPLES, "micro-batches of texts")
-        return ToldStep(dict(found_norms), dict(found_losses), dict(found_extra), samples)
+        return ToldStep(dict(found_norms), dict(found_losses), dict(found_extra), samples, data[at:])
 
 
 def _check_numbers(numbers: Iterable[int], most: int, what: str) -> None:

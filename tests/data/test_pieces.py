@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from step_job import StepJob
 from test_elastic_loader import numbers
 
-from chaos_lightning.data.pieces import Piece, Share, between, present
+from chaos_lightning.data.pieces import Share, SharePiece, between, present
 from chaos_lightning.planning.assignment import assign_micro_batches
 from chaos_lightning.planning.batch import BatchRule, Split, divided
 from chaos_lightning.protocol.spans import count, normalise
@@ -89,6 +89,20 @@ def test_pieces_fit_and_are_as_few_and_as_equal_as_may_be(step):
         assert max(sizes, default=0) - min(sizes, default=0) <= 1
 
 
+@given(steps(), st.integers(1, 3))
+@example((BatchRule(5), [1.0] * 4, 2, (((0, 5),),)), 2)
+def test_no_share_or_piece_has_fewer_samples_than_a_model_trains_on(step, least):
+    rule, speeds, fits, positions = step
+    if rule.micro_batch:
+        return
+    split, total = Split(rule, divided(rule.units, speeds)), count(positions[0])
+    shares = [Share(split, rank, fits, least) for rank in range(len(speeds))]
+    assert [n for share in shares for n in range(*share.units(positions))] == list(range(total))
+    sizes = [count(piece.spans) for share in shares for piece in share.pieces(positions)]
+    assert sum(sizes) == total
+    assert all(size >= min(least, total) for size in sizes)
+
+
 def test_a_member_without_units_has_no_pieces():
     idle = Share(Split(BatchRule(2), (1, 1, 0)), 2, 4)
     assert idle.pieces((((0, 2),),)) == []
@@ -101,7 +115,7 @@ def test_a_piece_has_the_same_number_wherever_it_is_computed():
     alone = Share(Split(rule, (3,)), 0, 1).pieces(positions)
     shared = [Share(Split(rule, (1, 2)), rank, 1).pieces(positions) for rank in range(2)]
     assert alone == [piece for pieces in shared for piece in pieces]
-    assert alone[2] == Piece(2, ((6, 8),))
+    assert alone[2] == SharePiece(2, ((6, 8),))
 
 
 class ShareJob(StepJob):

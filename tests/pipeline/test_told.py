@@ -82,7 +82,7 @@ def floats(told):
         (ToldStep(losses={1: (0.0, math.nan)}), "weight"),
         (ToldStep(losses={1: (0.0, -1.0)}), "weight"),
         (ToldStep(norms={1 << 17: PartNorm(1.0, True)}), "parts"),
-        (ToldStep(extra={1 << 16: b""}), "micro-batches of texts"),
+        (ToldStep(extra={1 << 31: b""}), "micro-batches of texts"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_by_name(told, words):

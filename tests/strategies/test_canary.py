@@ -114,7 +114,7 @@ def test_trainer_has(bare: Trainer, path: str) -> None:
     ("thing", "names"),
     [
         (_PrefetchDataFetcher(), ("length", "fetched", "done", "iterator", "batches")),
-        (LightningModule(), ("_current_fx_name", "_on_before_batch_transfer")),
+        (LightningModule(), ("_current_fx_name", "_on_before_batch_transfer", "_call_batch_hook")),
         (_FxValidator, ("check_logging_and_get_default_levels",)),
         (ModelCheckpoint(), ("dirpath", "current_score", "_last_global_step_saved", "_last_checkpoint_saved",
                              "_defer_save_until_validation", "_every_n_train_steps", "_every_n_epochs",
