@@ -30,7 +30,7 @@ SHOWED = {
 }
 """Tried first: seeds that showed a bug which the first three do not show."""
 SEEDS = 200
-"""Seeds of each family in the slow tests, which take half a minute each; `python -m lab.outer` runs as many as wanted."""
+"""Seeds of each family in the slow tests, about a minute; `python -m lab.outer` runs as many as wanted."""
 BOUND = 40
 """Within so many seeds each bug must show."""
 
