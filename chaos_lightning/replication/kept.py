@@ -235,12 +235,11 @@ def remove(folder: Path) -> None:
     """Removes the kept state from this folder, the record before the files that it names."""
     with contextlib.suppress(OSError):
         (folder / RECORD).unlink(missing_ok=True)
-    _remove_parts(folder, but=set())
-    for path in folder.glob("*.state"):
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # each member that finishes a job removes the folders of all
+        _remove_parts(folder, but=set())
+        for path in folder.glob("*.state"):
             path.unlink(missing_ok=True)
-    sweep(folder)
-    with contextlib.suppress(OSError):
+        sweep(folder)
         folder.rmdir()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.replication.kept import PART_NBYTES, write_bytes
+from chaos_lightning.replication.kept import PART_NBYTES, remove, write_bytes
 
 PARTS = 3
 
@@ -48,3 +48,11 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path, monkeypatc
     with pytest.raises(StateError, match=r"could not be written to .*No space left"):
         write_bytes(tmp_path, State(1))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_another_member_removes_at_the_same_time_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)  # it was there when it was looked for
+    remove(tmp_path / "gone")
+    assert not list(tmp_path.iterdir())

@@ -21,7 +21,7 @@ from chaos_lightning.strategies.fixed_fit import FixedFit
 
 
 def start(job: Any, name: str, rule: str, **spec: Any) -> None:
-    from fixed_members import member
+    from fixed_fault_members import member
 
     options = {"batch": rule, **spec.pop("options", {})}
     about = {"name": name, "port": job.port, "out": str(job.out), "options": options, **spec}
@@ -30,7 +30,7 @@ def start(job: Any, name: str, rule: str, **spec: Any) -> None:
 
 def alone(spec: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Trains the same in this process, with plain Lightning."""
-    from fixed_members import studied
+    from fixed_fault_members import studied
 
     return studied("auto", dict(spec), **more)
 

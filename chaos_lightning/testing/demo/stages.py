@@ -89,11 +89,16 @@ def gpt_job(
 # ------------------------------------------------------------------ acts
 
 
+def pipelines(stage: Stage[Cast]) -> Record | None:
+    """Returns the event about the latest pipelines."""
+    return next((r for r in reversed(stage.records) if r.name == "pipelines" and r.get("view")), None)
+
+
 def in_shape(stage: Stage[Cast], shape: str = SHAPE) -> None:
     """Waits until the devices have formed pipelines of this shape, and for some undisturbed steps."""
 
     def formed() -> Record | None:
-        last = next((r for r in reversed(stage.records) if r.name == "pipelines" and r.get("view")), None)
+        last = pipelines(stage)
         return last if last is not None and last.get("shape") == shape else None
 
     stage.wait(f"pipelines of shape {shape}", formed)
@@ -111,6 +116,20 @@ def dies_in_backward(stage: Stage[Cast]) -> None:
     stage.nodes.kill_agent(name)
     ask.unlink()
     acts.others_go_on(stage, member, struck.t)
+
+
+def freezes(stage: Stage[Cast]) -> None:
+    """Freezes a device once others own its layers, too: for the last owner of a layer the job would wait."""
+    _, member = stage.worker(FROZEN)
+
+    def spared() -> bool:
+        last = pipelines(stage)
+        owned = {m: {n for a, b in spans for n in range(a, b)} for m, spans in last["layers"].items()} if last else {}
+        return member in owned and owned.pop(member) <= set().union(*owned.values())
+
+    stage.wait(f"other owners of {FROZEN}'s layers", spared)
+    stage.rest()
+    acts.freeze(stage, FROZEN, FREEZE_S)
 
 
 def devices_come_back(stage: Stage[Cast], names: Sequence[str]) -> None:
@@ -275,7 +294,7 @@ def demo_pipeline(
             in_shape,
             dies_in_backward,
             partial(acts.kill, name=KILLED),
-            partial(acts.freeze, name=FROZEN, seconds=FREEZE_S),
+            freezes,
             acts.one_process_starts,
             partial(devices_come_back, names=(IN_BACKWARD, KILLED)),
             all_leave,
