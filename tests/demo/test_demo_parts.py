@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.testing.demo import failover, fixed, members, nodes, stages
+from chaos_lightning.testing.demo import acts, failover, fixed, members, nodes, stages
 from chaos_lightning.testing.demo.members import QUICK, Size, demo
 from chaos_lightning.testing.demo.nodes import MARK, Cast, NodeDied
 from chaos_lightning.testing.demo.proof import Check, Evidence
@@ -254,6 +254,12 @@ def test_what_cannot_begin_is_ended_too(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError, match="etcd did not answer"):
         play(scenario, tmp_path)
     assert ended == ["ended"]
+
+
+def test_a_process_that_has_not_begun_is_told_when_to_stop(tmp_path: Path) -> None:
+    acts.enough(tmp_path / "alone", 3)
+    assert [p.name for p in (tmp_path / "alone").iterdir()] == ["enough"]
+    assert (tmp_path / "alone" / "enough").read_text() == "3"
 
 
 def test_tidy_keeps_logs_and_report(tmp_path: Path) -> None:

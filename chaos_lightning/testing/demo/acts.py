@@ -123,6 +123,7 @@ def enough(folder: Path, epochs: int = 0) -> None:
     """Writes the file that tells training scripts in `folder` to stop after the present epoch, or after `epochs`
     epochs.
     """
+    folder.mkdir(exist_ok=True)  # on a busy machine the script has not begun
     part = folder / "enough.part"  # they never read half of it
     part.write_text(str(epochs))
     part.rename(folder / "enough")

@@ -83,6 +83,7 @@ def others_join(stage: Stage[Cast]) -> None:
     stage.say("do", f"{', '.join(NODES[1:])} start; {SLOW} needs {SLOWNESS} times as long for a sample")
     for name in NODES[1:]:
         stage.nodes.start(name)
+    acts.one_process_starts(stage)
     acts.are_in(stage, NODES[1:], 0.0)
 
 
@@ -98,8 +99,13 @@ def one_leaves(stage: Stage[Cast]) -> None:
     stage.nodes.ask(LEAVES, signal.SIGINT)
     stage.without(member)
     stage.rest()
-    stage.exits(LEAVES)
     stage.say("good", f"it left, and samples of a step are {words(newest(stage)[-1])}; {stage.progress()}")
+
+
+def all_end(stage: Stage[Cast]) -> None:
+    acts.finish(stage, beside=(ALONE,))
+    acts.one_process_ends(stage)
+    stage.exits(LEAVES)
 
 
 # ------------------------------------------------------------------ what it proves
@@ -174,11 +180,9 @@ def scenario(folder: Path, *arguments: str) -> Scenario[Cast]:
             first_starts,
             others_join,
             slow_one_gets_less,
-            acts.one_process_starts,
             partial(acts.kill, name=KILLED),
             one_leaves,
-            partial(acts.finish, beside=(ALONE,)),
-            acts.one_process_ends,
+            all_end,
         ),
         prove=prove,
         pace=PACE,
