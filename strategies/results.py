@@ -185,12 +185,16 @@ def add_numbers(collection: _ResultCollection, keys: Sequence[str], numbers: byt
 def numbers_manifest(trainer: Trainer) -> list[Any]:
     """Returns the numbers that were logged in this training epoch, for newcomers where all members log the same."""
     live = epoch_numbers(trainer.fit_loop.epoch_loop._results)
-    return [list(live), packed_numbers(live.values())]
+    wide = [key for key, item in live.items() if item.value.dtype == torch.float64]
+    return [list(live), packed_numbers(live.values()), wide]
 
 
 def adopt_numbers(trainer: Trainer, manifest: Sequence[Any]) -> None:
     """Gives a newcomer, which has the keys, the numbers that `numbers_manifest` returned at the donor."""
-    add_numbers(trainer.fit_loop.epoch_loop._results, *manifest)
+    collection, (keys, numbers, wide) = trainer.fit_loop.epoch_loop._results, manifest
+    for key in wide:
+        collection[key].value = collection[key].value.double()
+    add_numbers(collection, keys, numbers)
 
 
 def collections_manifest(trainer: Trainer) -> dict[str, Any]:

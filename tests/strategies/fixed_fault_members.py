@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from chaos_lightning.strategies import ChaosStrategy
+
+CALLS = Counter[int]()
+"""Number of calls of `training_step` by step; attributes of the model are put back when a step runs again."""
 
 
 def numbered(samples: int, seed: int = 5) -> TensorDataset:
@@ -37,13 +41,12 @@ class Study(pl.LightningModule):
             scheduled (a schedule), skips (samples with which training_step returns None), alone (samples whose loss
             counts twice), infinite (epoch and sample whose gradient is infinite), nan (epoch and sample whose loss is
             NaN), pause_s (seconds for a sample), dies (step, and number of a call in it, at which this process is
-            killed), late_s (seconds in that call before it is), freezes (step in which this process stops),
-            memory (step in which there is no memory).
+            killed), late_s (seconds before that), stays (step in which it stays for seconds, and a file that says so).
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
         super().__init__()
-        self.spec, self.calls = spec, (-1, 0)
+        self.spec = spec
         norm = nn.BatchNorm1d(8) if spec.get("norm") else nn.Identity()
         self.net = nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Dropout(spec.get("dropout", 0)), nn.Linear(8, 1))
         self.mse, self.val_mse = (MeanSquaredError().set_dtype(torch.float64) for _ in range(2))
@@ -84,16 +87,14 @@ class Study(pl.LightningModule):
 
     def _suffer(self, samples: int) -> None:
         step = self.trainer.global_step
-        self.calls = (step, self.calls[1] + 1 if self.calls[0] == step else 0)
+        CALLS[step] += 1
         time.sleep(self.spec.get("pause_s", 0.0) * samples)
-        if self.calls == self.spec.get("dies"):
+        if (step, CALLS[step]) == self.spec.get("dies"):
             time.sleep(self.spec.get("late_s", 0.0))
             os.kill(os.getpid(), signal.SIGKILL)
-        if step == self.spec.get("freezes"):
-            self.spec.pop("freezes")
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if step == self.spec.get("memory"):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        if step == self.spec.get("stays", (-1, ""))[0]:
+            Path(self.spec.pop("stays")[1]).touch()
+            time.sleep(3.0)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         found = self.net(batch[0])
