@@ -84,9 +84,9 @@ def read(out: Path, records: Sequence[Any] = ()) -> Trained:
     return Trained(values, sorted(path.name for path in out.glob("*.ckpt")), samples)
 
 
-def alone(_: str) -> Sequence[str]:
-    """Returns the command of a node that is one process."""
-    return [sys.executable]
+def alone(name: str) -> Sequence[str]:
+    """Returns the command of a node that is one process, of this name."""
+    return ["env", f"CHAOS_NAME={name}", sys.executable]
 
 
 class Job:
@@ -112,7 +112,7 @@ class Job:
         for name in names:
             command = [part.format(endpoint=self.endpoint) for part in self._launch(name)]
             command += [SCRIPT, *self._options, "--out", str(self.out)]
-            self.harness.start(name, command, env={"CHAOS_NAME": name})
+            self.harness.start(name, command)
 
     def members(self, number: int) -> None:
         """Waits until so many members have trained a step together."""
