@@ -112,7 +112,8 @@ class UnitStepper:
         assert self._outcome is not None
         if self.total_weight <= 0:  # Lightning refuses None where there are several members
             return {"loss": self.nothing(), IDLE_KEY: False}
-        wide = torch.promote_types(torch.float32, self._trainer.lightning_module.dtype)
+        double = self._trainer.lightning_module.dtype == torch.float64
+        wide = torch.float64 if double else torch.float32
         return {"loss": torch.tensor(self._outcome.loss, dtype=wide, device=self._trainer.strategy.root_device)}
 
     def backward(self, loss: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class UsersStep:
         """Keeps whole steps, which are the batches of Lightning's loop, from the user's transfer hooks while the block
         runs: these get each micro-batch by `moved`.
         """
-        module = self._trainer.lightning_module
+        module: Any = self._trainer.lightning_module
         call = module._call_batch_hook
 
         def call_unless_whole(name: str, batch: Any, *more: Any) -> Any:
