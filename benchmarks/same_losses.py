@@ -175,7 +175,7 @@ def draw(path: Path, runs: dict[str, Trained]) -> None:
     shares.stackplot(steps, rows, labels=list(names), colors=("#93c5fd", "#fcd34d", "#86efac"), step="mid")
     charts.style(shares, f"Samples of each step by process: {title}", grid="y")
     shares.set_xlabel("step", fontsize=9)
-    shares.legend(frameon=False, fontsize=9, loc="lower left", ncols=len(names))
+    charts.legend(shares, len(names))
     path.write_bytes(charts.png(sheet))
 
 
