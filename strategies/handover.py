@@ -187,7 +187,7 @@ def _read(part: bytes) -> dict[str, Any]:
     return found
 
 
-def compute_epoch(trainer: Trainer, handover: Handover, exchange: Exchange, *, alike: bool) -> None:
+def compute_epoch(trainer: Trainer, handover: Handover, exchange: Exchange, *, alike: bool = False) -> None:
     """Computes the logged values of a training epoch over all members, with `sync_dist=True` or without, under keys on
     which they agree.
 

@@ -72,6 +72,7 @@ def three(job: Any, rule: str, way: str, *, dies_at: int, epochs: int) -> dict[s
     spec = {"batch": 4 if "/" in rule else 16, "epochs": epochs, "precision": "64-true"}
     start(job, "a", rule, gates={1: job.gate("one")}, **spec)
     start(job, "b", rule, **spec)
+    job.harness.wait_step(1, node="b")  # else the third one might be a founder
     start(job, "c", rule, dies=(dies_at, 0, 0), options={"join_by": way}, **spec)
     job.harness.wait_for("way_in", lambda r: r.member.startswith("c~"))
     job.open("one")
