@@ -82,6 +82,8 @@ class Crew:
     killed: set[str] = field(default_factory=set)
     undeclared: list[str] = field(default_factory=list)
     over: bool = False
+    ending: bool = False
+    """Whether faults must end, since who is cut off or frozen could not be back before the job is finished."""
 
     founders, most, kept, deck = FOUNDERS, MOST, KEPT, DECK
     polite = (0,)

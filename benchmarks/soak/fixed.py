@@ -38,7 +38,7 @@ class FixedCrew(PipelineCrew):
     """All member processes of a job with a batch of fixed size; any of them may be lost."""
 
     founders, most, kept, deck = Crew.founders, Crew.most, Crew.kept, Crew.deck
-    spares = Crew.spares
+    spares, margin = Crew.spares, 60
 
     def about(self) -> dict[str, Any]:
         return {**ABOUT, "sample_s": SAMPLE_S, "options": {"state_hash_every": EPOCH}}

@@ -61,8 +61,6 @@ PLANS = ("ab", "abcd", "abcdef")
 """Members of jobs that read the checkpoint: they make a pipeline of two stages, two and three of them."""
 SETTLED_S = 1.5
 """Pipelines count as settled so long after they were chosen."""
-MARGIN = 25
-"""Steps from the order to end until the end."""
 LOSS, SAME = 1e-3, 1e-6
 """Bounds (nats): of a step's loss beside that of one process, and behind a checkpoint."""
 PLACES = {
@@ -148,7 +146,8 @@ class PipelineCrew(Crew):
     polite = (0, 130)
     deck = ("cut", "cut", "cut", "stall", "stall", "slow", "slow", "remove", "blink")
     work = staticmethod(member)
-    minutes = 10.0
+    minutes, margin = 10.0, 25
+    """Length of the soak, and steps from the order to end until the end."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -183,7 +182,8 @@ class PipelineCrew(Crew):
             self._end_at = now + 60 * self.minutes
         end = self.folder / "end"
         if self._end_at and now > self._end_at and not end.exists():
-            end.write_text(str(self.step + MARGIN))
+            end.write_text(str(self.step + self.margin))
+            self.ending = True
         if self.over and not any(p.step or p.inside for p in self.alive.values()):
             for process in self.alive.values():  # they came when the job was finished, and its scheduler has gone
                 process.may_die = True

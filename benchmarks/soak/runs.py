@@ -162,7 +162,7 @@ def disturbed(folder: Path, args: argparse.Namespace, epochs: int, make: type[C]
             while crew.alive:
                 crew.turn()
                 now = time.monotonic()
-                if crew.over:
+                if crew.over or crew.ending:
                     links.calm()
                     schedulers.calm()
                     for process in crew.alive.values():
