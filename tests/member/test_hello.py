@@ -11,7 +11,7 @@ from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine import addresses
 from chaos_lightning.member.engine import Engine
-from chaos_lightning.member.hello import hello, listening_address, reachable_at
+from chaos_lightning.member.hello import Asks, hello, listening_address, reachable_at
 from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.protocol.limits import TEXT_NBYTES
 from chaos_lightning.protocol.types import Hello, Saved
@@ -94,7 +94,7 @@ def test_each_hello_says_what_is_asked_of_pipelines_and_the_newest_checkpoint() 
     engine = Engine(EngineConfig(endpoint="127.0.0.1:1", log_dir="none"))
     try:
         engine.prepare(sections=[Section("all", [("w", torch.nn.Parameter(torch.zeros(2)))])])
-        engine._hello = said(pipelines="{}")
+        engine._hello = said(asks=Asks(pipelines="{}"))
         assert engine._make_hello().saved is None
         engine.saved(3, "/run/step3.ckpt")
         for _ in range(2):
@@ -104,4 +104,4 @@ def test_each_hello_says_what_is_asked_of_pipelines_and_the_newest_checkpoint() 
     finally:
         engine.close()
     with pytest.raises(ConfigurationError, match=r"Hello\.pipelines has 1048577 bytes"):
-        said(pipelines="7" * (TEXT_NBYTES + 1))
+        said(asks=Asks(pipelines="7" * (TEXT_NBYTES + 1)))

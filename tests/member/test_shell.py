@@ -66,11 +66,11 @@ def test_a_heartbeat_tells_steps_of_the_view_that_it_names() -> None:
     server = SimpleNamespace(server=SimpleNamespace(forwarder=None, pace=SimpleNamespace(usual_s=0.3)))
     links = SimpleNamespace(chunk=None, generation=None)
     shell = Shell(*cast(Any, (nobody, Mailbox("b"), EventLog(None), links, server, nobody, print, nobody)))
-    shell.machine = cast(Any, SimpleNamespace(heartbeat=lambda: Heartbeat(ViewId(1, 7), 3, 2)))
+    shell.machine = cast(Any, SimpleNamespace(heartbeat=lambda: Heartbeat(ViewId(1, 7), 3, 2), view=None))
     assert shell.heartbeat() == Heartbeat(ViewId(1, 7), 3, 2, 0.3)
     steps = {ViewId(1, 7): StepTime(0.4, 0.1)}
-    shell.units = cast(Any, SimpleNamespace(speed=0.9, step_time=steps.__getitem__))
-    assert shell.heartbeat() == Heartbeat(ViewId(1, 7), 3, 2, 0.4, speed=0.9, between_s=0.1)
+    shell.units = cast(Any, SimpleNamespace(speed=0.9, sample_s=0.02, step_time=steps.__getitem__))
+    assert shell.heartbeat() == Heartbeat(ViewId(1, 7), 3, 2, 0.4, speed=0.9, between_s=0.1, sample_s=0.02)
 
 
 def test_a_header_is_handed_on_as_the_bytes_that_came(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,9 +94,13 @@ def fixed(rule: str = "fixed", **strategy: Any) -> ChaosStrategy:
     return ChaosStrategy(options={"batch": rule}, **strategy)
 
 
+class Pairs(BatchSampler):
+    """Batch sampler of the user's own, of whose batches nothing is known."""
+
+
 def batches() -> Any:
     found = data(12)
-    return DataLoader(found, batch_sampler=BatchSampler(SequentialSampler(found), 4, drop_last=False))
+    return DataLoader(found, batch_sampler=Pairs(SequentialSampler(found), 4, drop_last=False))
 
 
 @pytest.mark.usefixtures("double")

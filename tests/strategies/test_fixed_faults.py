@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from chaos_lightning.data.pieces import Piece, Share
+from chaos_lightning.data.pieces import SharePiece, Share
 from chaos_lightning.pipeline.shares import ShareAttempt, UserStep
 from chaos_lightning.planning.batch import read_split
 from chaos_lightning.strategies.fixed_fit import FixedFit
@@ -189,7 +189,7 @@ def test_an_output_that_is_no_loss_is_refused_as_lightning_refuses_it(output: An
     fit._step = Mock()
     attempt = fit._attempts(MagicMock(), Mock())
     with pytest.raises(MisconfigurationException, match=words):
-        attempt.user.loss(Piece(0, ((0, 1),)), None)
+        attempt.user.loss(SharePiece(0, ((0, 1),)), None)
 
 
 def test_who_runs_out_of_memory_is_told_what_would_fit() -> None:
