@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from chaos_lightning.data.pieces import SharePiece, Share
+from chaos_lightning.data.pieces import Share, SharePiece
 from chaos_lightning.pipeline.shares import ShareAttempt, UserStep
 from chaos_lightning.planning.batch import read_split
 from chaos_lightning.strategies.fixed_fit import FixedFit
@@ -199,7 +199,7 @@ def test_who_runs_out_of_memory_is_told_what_would_fit() -> None:
     batch = SimpleNamespace(samples=16, positions=(((0, 16),),), expect_share=Mock(), piece=Mock())
     user = UserStep(loss, Mock(), lambda *_: 1.0, bytes)
     view: Any = SimpleNamespace(id=(1, 1), batch="16:16", members=("a",), ids=lambda: ["a"])
-    attempt = ShareAttempt(Mock(), user, "a", batch, fits=16)  # type: ignore[arg-type]
+    attempt = ShareAttempt(Mock(least=1), user, "a", batch, fits=16)  # type: ignore[arg-type]
     with pytest.raises(torch.OutOfMemoryError) as raised:
         attempt(view, 1)
     assert raised.value.__notes__ == ["a computed 16 samples at once; fits=8 halves that"]
