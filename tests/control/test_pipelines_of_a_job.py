@@ -69,7 +69,8 @@ class Scripted:
 
     def _says(self) -> Any:
         stands = self.view.id if self.view is not None else NO_VIEW
-        return replace(self._hello, resume=self.client.resume, view=stands)
+        client = getattr(self, "client", None)  # its thread may ask before it is assigned
+        return replace(self._hello, resume=client.resume if client is not None else "", view=stands)
 
     def _beat(self) -> Heartbeat:
         return Heartbeat(self.view.id if self.view is not None else NO_VIEW, self.header.seq, self.header.step)

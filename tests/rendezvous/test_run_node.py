@@ -227,11 +227,15 @@ def test_a_worker_that_starts_as_the_node_is_asked_to_end_is_asked_too(
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
 def test_whoever_closes_the_terminal_lets_workers_leave(room: Room, number: signal.Signals) -> None:
     """Closing the terminal reaches workers as SIGTERM, which makes them leave; SIGHUP itself would end them at once."""
+    before = signal.signal(number, signal.SIG_DFL)  # one that was ignored at the start stays so
 
     def play() -> None:
         room.started(0)
         os.kill(os.getpid(), number)
         room.hears(f"{number.name}: asking 1 worker(s)")
 
-    assert room.run(Rendezvous(), play) == 0
+    try:
+        assert room.run(Rendezvous(), play) == 0
+    finally:
+        signal.signal(number, before)
     assert room.words(0) == ["start", "SIGTERM", "end"]
