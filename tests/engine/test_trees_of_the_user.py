@@ -12,6 +12,7 @@ import engine_members
 import pytest
 from engine_job import Job
 from engine_members import UNTIL_ENOUGH
+from until_support import until
 
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.member.training import reduced_buffers
@@ -78,9 +79,11 @@ def test_a_founder_is_told_of_another_min_nodes_before_it_waits(job: Job) -> Non
     job.serve(min_nodes=2)
     job.start("a")
     job.harness.wait_for("notice", lambda r: "the job waits for min_nodes=2" in r["text"], node="a")
+    waits = "the job waits for min_nodes=2: 1 is here"
+    until(lambda: waits in job.harness.children["a"].tail(200), f"{waits!r} on the console of a")
     said = job.harness.children["a"].tail(200)
     told = "min_nodes=1 of a is not honoured: the job's scheduler was started with 2"
-    assert 0 <= said.find(told) < said.find("the job waits for min_nodes=2: 1 is here"), said
+    assert 0 <= said.find(told) < said.find(waits), said
     job.start("b")
     job.finish("a", "b")
 
