@@ -150,7 +150,7 @@ SCALED_TABLE: tuple[Refusal, ...] = (
         lambda t: "" if t.lightning_module.automatic_optimization else "automatic_optimization = False",
     ),
 )
-"""Refusals where learning rates follow the number of members, beside those of strategy `chaos`."""
+"""Refusals where learning rates follow the samples of a step, beside those of strategy `chaos`."""
 
 
 def _line(row: Refusal, found: str) -> str:

@@ -75,7 +75,7 @@ class Sharing:
         """
         if not latest.batch:
             return None
-        reached = max(self._book.reached, *(p.step for p in self._roster.members()))
+        reached = max((self._book.reached, *(p.step for p in self._roster.members())))
         if self._ruling != (ruling := (latest.ids(), latest.batch)) or reached < self._since:
             self._ruling, self._since = ruling, reached
         if reached - self._since < self.pause_steps:

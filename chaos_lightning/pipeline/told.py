@@ -33,7 +33,7 @@ from chaos_lightning.planning.batch import MOST_SAMPLES
 from chaos_lightning.protocol.types import MAX_PARTS, Header, View
 
 T = TypeVar("T")
-_VERSION = 1
+_VERSION = 2
 _HEAD = struct.Struct("<BQIIII")
 """Head of a payload: version, samples, the numbers of norms, losses and extras that follow, bytes handed over."""
 _NORM, _LOSS, _EXTRA = struct.Struct("<IdB"), struct.Struct("<Idd"), struct.Struct("<II")
