@@ -117,13 +117,23 @@ def check_links(lines: Sequence[Line], hurts: Sequence[Hurt], freezes: Sequence[
     return verdict
 
 
+def _sayer(line: Line) -> str:
+    return name_of(str(line.get("member", "")))
+
+
+def _lost(line: Line) -> bool:
+    """Returns whether a member says with this line that it has no scheduler, which holds until its next line."""
+    return line["name"] == "scheduler" and str(line.get("state", "")).startswith("lost")
+
+
 def _silent_parts(verdict: LinkVerdict, lines: Sequence[Line], hurts: Sequence[Hurt]) -> None:
     """Checks that members that are cut off report what they wait for, or report that they lost the scheduler."""
     words = [x for x in lines if x["name"] == "scheduler" or (x["name"] == "notice" and x.get("waiting"))]
+    words = [x for x in words if x.get("by", x.get("member")) == x.get("member")]
     told = 0
     for hurt in (h for h in hurts if h.kind in PARTING and h.stop - h.start >= h.seconds * 0.95e9):
-        during = [x for x in words if hurt.start < x["mono"] * 1e9 <= hurt.stop]
-        sayers = {name_of(str(x.get("member", ""))) for x in during if x.get("by", x.get("member")) == x.get("member")}
+        last = {_sayer(x): x for x in words if x["mono"] * 1e9 <= hurt.stop}  # lines are in order
+        sayers = {who for who, x in last.items() if x["mono"] * 1e9 > hurt.start or _lost(x)}
         told += len(sayers & set(hurt.part))
         for name in sorted(set(hurt.part) - sayers):
             verdict.problems.append(f"{name} was cut off ({hurt.kind}) and did not say what it waits for")

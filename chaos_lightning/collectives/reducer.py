@@ -267,18 +267,18 @@ class Reducer:
             total = self._sum(chunk, own, partials, result)
         except UnreadableError:
             return  # its sender is dead, or this member is out: this attempt comes to nothing
+        # At once: a chunk that completes may open the next attempt, which gives back what it finds.
+        for child in chunk.children:
+            self._give_back(inputs[child])
+            inputs[child] = None
         if chunk.parent:
             self._send(chunk.parent, FrameType.UP, attempt.route.view.id, attempt.seq, chunk.start, total)
-        else:
-            if not total:
-                result[:] = bytes(result.nbytes)
-            elif total[0] is not result:
-                _copy(total, result)
-            self._complete(attempt, chunk)
-        for payload in inputs.values():
-            self._give_back(payload)
-        for child in chunk.children:
-            inputs[child] = None
+            return
+        if not total:
+            result[:] = bytes(result.nbytes)
+        elif total[0] is not result:
+            _copy(total, result)
+        self._complete(attempt, chunk)
 
     def _sum(
         self, chunk: _Chunk, own: list[memoryview], partials: list[Partial], result: memoryview

@@ -12,8 +12,9 @@ import torch
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
+from chaos_lightning.planning.trees import expand
 from chaos_lightning.protocol.types import Member, PlanSpec, View, ViewId
-from chaos_lightning.transport.frames import FrameType
+from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Generation
@@ -324,3 +325,29 @@ def test_a_sender_that_went_on_without_the_reader_is_noticed(cluster):
     assert settled.wait(DEADLINE_S)
     assert not late.done[view.id, 1].is_set()
     assert not late.crash
+
+
+def test_memory_of_a_partial_sum_is_used_for_one_chunk_at_a_time():
+    """Where a commit root reduces the last chunk itself, the next attempt opens before the chunk's call returns. Its
+    partial sums, given back twice, would serve two chunks of that attempt at once.
+    """
+    params = [("p", torch.zeros(1024))]
+    memory = Memory(Layout([Section("all", params)]), 2048)
+    view = a_view(["n0", "n1"], PlanSpec("chain", 2048))
+    reducer = Reducer(memory, lambda *_: None, lambda _, seq: reducer.open(view, seq + 1))
+    root = expand(view.plan, view.ids(), memory.layout.nbytes, memory.layout.spans())[0].root
+    reducer.restart(root)
+    child = next(m for m in view.ids() if m != root)
+    memory.own.view(torch.float32).fill_(1.0)
+    reducer.open(view, 1)
+    for seq in (1, 2, 3):
+        frames = [Frame(FrameType.UP, view.id, seq, start, stop - start, 0) for start, stop in memory.grid]
+        held = [reducer.target(child, frame) for frame in frames]
+        for number, (frame, payload) in enumerate(zip(frames, held, strict=True), 1):
+            assert payload is not None
+            payload.cast("f")[:] = memoryview(torch.full((512,), 10.0 * number).numpy())
+            reducer.arrived(child, frame, payload)
+        reducer.begin(seq, memory.layout.scope(0))
+        reducer.ready(seq, [start for start, _ in memory.grid])
+        sums = memory.results[seq % 2].view(torch.float32).view(2, -1)
+        assert sums.unique(dim=1).tolist() == [[11.0], [21.0]]

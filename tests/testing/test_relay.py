@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.testing.edge.relay import LinkRelay
+from chaos_lightning.testing.edge import relay as relay_module
+from chaos_lightning.testing.edge.relay import LinkRelay, Way
 from chaos_lightning.testing.emulation import RELAY, emulating
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 
@@ -240,3 +241,24 @@ def test_a_closed_relay_resets_all_links(relay: LinkRelay, members: list[Member]
     assert broken(mine)
     assert broken(theirs)
     assert b.refused_by(a)
+
+
+def test_names_of_processes_may_change_while_a_relay_looks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {1: "n1", 2: "n2"}
+
+    def owner(near: socket.socket, pids: dict[int, str]) -> str:
+        for pid in pids:
+            names[pid + 10] = "newcomer"
+        return pids[2]
+
+    monkeypatch.setattr(relay_module, "owner_of", owner)
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        server.settimeout(DEADLINE_S)
+        with contextlib.closing(Way(f"127.0.0.1:{server.getsockname()[1]}", lambda: names)) as way:
+            host, _, port = way.endpoint.rpartition(":")
+            with socket.create_connection((host, int(port)), DEADLINE_S) as dialled:
+                dialled.sendall(b"hello")
+                accepted, _ = server.accept()
+                with accepted:
+                    accepted.settimeout(DEADLINE_S)
+                    assert accepted.recv(5) == b"hello"

@@ -545,7 +545,7 @@ class Way:
         self.endpoint = self._relay.address
 
     def _introduce(self, connection: _Connection) -> None:
-        pids = self._pids()
+        pids = dict(self._pids())  # a copy: others may change theirs while this thread reads it
         connection.names = (owner_of(connection.dialler.sock, pids) if pids else "", _SERVER)
         connection.pair, connection.address = pair_of(*connection.names), self._target
 
