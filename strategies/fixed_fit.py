@@ -121,7 +121,7 @@ class FixedFit(FitHooks):
         """Returns this member's attempts at the step that has these samples."""
         assert self._step is not None
         module, scaler = self._trainer.lightning_module, getattr(self._trainer.precision_plugin, "scaler", None)
-        number = fit.engine.header.step + 1
+        number = self._trainer.global_step + 1  # counts on after a checkpoint was loaded
         self._users_step.begin(batch.index)
 
         def loss(piece: SharePiece, data: Any) -> Tensor | None:

@@ -234,7 +234,7 @@ class PipelineFit(FitHooks):
         attempt = UnitAttempt(
             self._step,
             engine.member_id,
-            engine.header.step + 1,
+            self._trainer.global_step + 1,
             micro_batch,
             weight,
             batch.spent,

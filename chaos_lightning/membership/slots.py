@@ -38,7 +38,7 @@ from chaos_lightning.protocol.types import (
 )
 
 _OF_STEPS = ("reduced", "micro_batches")
-"""Fields that are set only in steps, and in rounds of evaluation, of a view with pipelines."""
+"""Fields that are set only in steps, and in rounds of evaluation, that run as units."""
 EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper", "order", "lets_go", *_OF_STEPS)
 """Fields in which all contributions to one slot must agree, in the order in which they are compared."""
 _equal_fields = operator.attrgetter(*EQUAL_FIELDS)

@@ -36,8 +36,10 @@ from chaos_lightning.protocol.types import NO_VIEW, Header, LayersCovered, View,
 
 PART = ""
 """Name of the one part of a layout in which all members own everything."""
-_TIMES = 16
-"""Number of the latest steps whose times count."""
+_TIMES, _LEAST = 16, 3
+"""Number of the latest steps whose times count, and how many there must be: the first step after a start is slow, and a
+member whose share it has taken away would measure nothing more.
+"""
 
 
 class ShareStep:
@@ -70,7 +72,7 @@ class ShareStep:
     def sample_s(self) -> float:
         """Median seconds for a sample in the latest steps, without waiting for other members; 0: not known yet."""
         times = tuple(self._times)
-        return statistics.median(times) if times else 0.0
+        return statistics.median(times) if len(times) >= _LEAST else 0.0
 
     def step_time(self, view: ViewId) -> StepTime:
         return StepTime()

@@ -258,9 +258,10 @@ class Contribution:
     """
     micro_batches: tuple[Span, ...] = ()
     """Numbers of the step's micro-batches that have samples, as follows from the header before; compared at the root.
-    Only under pipelines."""
+    Only in steps that run as units."""
     coverage: tuple[LayersCovered, ...] = ()
-    """Micro-batches in the raw sums that the member gave, by runs of layers (protocol.md P3); only under pipelines."""
+    """Micro-batches in the raw sums that the member gave, by runs of layers (protocol.md P3, B2). Only in steps that
+    run as units."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from lab.simulate.world import World, simulate
 
 PLANS = (
     fixed.changing_plan, fixed.rerun_plan, fixed.again_plan, fixed.announced_plan, fixed.restarted_plan,
-    fixed.torn_plan,
+    fixed.torn_plan, fixed.straying_plan,
 )  # fmt: skip
 
 

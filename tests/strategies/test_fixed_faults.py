@@ -95,17 +95,20 @@ def test_a_member_without_a_share_runs_hooks_and_callbacks_as_the_others(job: An
 
 
 def test_random_numbers_are_those_of_the_micro_batch_whoever_computes_it(job: Any) -> None:
-    """Dropout, and noise in a transfer hook: a world of one, two and three members have the same losses."""
+    """Dropout, and noise in a transfer hook: a world of one and of three members have the same losses, and two that go
+    on from a checkpoint.
+    """
     spec = {"samples": 40, "batch": 4, "dropout": 0.3, "noise": 1}
+    saves = str(job.out / "saves")
     losses = []
-    for names in ("a", "bcd"):
+    for names, more in (("a", {"saves": saves}), ("bcd", {}), ("ef", {"ckpt_path": f"{saves}/step=4.ckpt"})):
         (job.again if losses else job.fresh)(min_nodes=len(names))
         for name in names:
-            start(job, name, "fixed:16/4", **spec)
+            start(job, name, "fixed:16/4", **spec, **more)
         losses += [found["losses"] for found in job.finish(*names, audit=False)]
-    assert len(losses[0]) == 6
+    assert [len(each) for each in losses] == [6, 6, 6, 6, 2, 2]
     for other in losses[1:]:
-        assert other == near(losses[0])
+        assert other == near(losses[0][-len(other) :])
     without = alone({**spec, "dropout": 0.0, "noise": 0}, accumulate_grad_batches=4)
     assert losses[0] != near(summed(without["losses"], 4), 1e-3)
 

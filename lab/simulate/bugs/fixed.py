@@ -7,14 +7,14 @@ which is a finding, too, since members of one attempt have one split. These are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.sharing import Sharing
 from chaos_lightning.planning.batch import Split, divided, read_split
-from chaos_lightning.protocol.types import Contribution, View, ViewId
+from chaos_lightning.protocol.types import Contribution, Differs, View, ViewId
 from lab.simulate.bugs.frame import Bug, planted
 from lab.simulate.bugs.staged import KeepingMachine, UncheckedKeepingMachine, UncheckedMachine
 from lab.simulate.fixed import FixedNode, ShareRun
@@ -22,7 +22,7 @@ from lab.simulate.fixed_hooks import BriskScheduler, FixedHooks
 from lab.simulate.fixed_training import Step, step_of
 from lab.simulate.node import Node
 from lab.simulate.plan import Plan
-from lab.simulate.plans.fixed import announced_plan, changing_plan, rerun_plan
+from lab.simulate.plans.fixed import announced_plan, changing_plan, rerun_plan, straying_plan
 from lab.simulate.training import Attempt
 from lab.simulate.world import Hooks
 
@@ -71,6 +71,13 @@ class ShrinkingNode(FixedNode):
         if before is None or before.attempt.base != attempt.base:
             return run
         return replace(run, share=before.share, pieces=self._pieces(before.share))
+
+
+class ForgivingMachine(UncheckedMachine):
+    """Planted bug: the root closes a step although a member has left its loop with its share undone."""
+
+    def _differing_in(self, view: View, box: Mapping[str, Contribution]) -> tuple[Differs, ...]:
+        return super()._differing_in(replace(view, batch=""), box)
 
 
 # ------------------------------------------------------------------ B3: a step begins anew
@@ -152,6 +159,10 @@ _BUGS: dict[str, tuple[str, Callable[[int], Plan], type[Hooks]]] = {
     "B2-unchecked": (
         "nobody checks which units sums cover, and a dead member's share is left out", rerun_plan,
         hooks(node=ShrinkingNode, machine=UncheckedMachine),
+    ),
+    "B2-strayed-unchecked": (
+        "nobody checks which units sums cover, and a leaver's share stays undone", straying_plan,
+        hooks(machine=ForgivingMachine),
     ),
     "B3-kept": (
         "a step's contribution and sum are sent again", rerun_plan, hooks(node=KeepingNode, machine=KeepingMachine)

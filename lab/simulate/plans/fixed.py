@@ -178,6 +178,23 @@ def torn_plan(seed: int) -> Plan:
     return replace(plan, faults=(fault,), slow_links=slow)
 
 
+def straying_plan(seed: int) -> Plan:
+    """Returns a plan in which a member leaves its loop, with its share of a step undone, mostly while the scheduler is
+    away and decides no view without it; another member may die then.
+    """
+    count = 3 + seed % 3
+    random, plan = _job(seed, count, min_nodes=count - 2)
+    at = random.uniform(0.2, 0.9)
+    faults = [Fault(action="leave", node=f"n{2 * random.randrange((count + 1) // 2)}", at=at)]  # see `Node.strays`
+    if random.random() < 0.8:
+        away = random.choice(("sched-crash", "sched-freeze"))
+        faults.append(Fault(action=away, at=at - random.choice((0.0, 0.01, 0.05)), lasts=random.uniform(0.1, 0.5)))
+    if random.random() < 0.4:
+        after_s = random.choice((0.0, 0.05, 0.3))
+        faults.append(Fault(action=random.choice(("kill", "freeze")), node="n1", at=at + after_s, lasts=1.0))
+    return replace(plan, faults=tuple(faults))
+
+
 _UNDER: tuple[Callable[[int], Plan], ...] = (
     members.half_sent_plan,
     members.late_plans("contribution"),
@@ -210,6 +227,7 @@ FIXED: tuple[Callable[[int], Plan], ...] = (
     restarted_plan,
     restarted_plan,
     torn_plan,
+    straying_plan,
 )
 """Plans from which a long run of the family draws."""
 
