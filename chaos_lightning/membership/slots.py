@@ -203,13 +203,15 @@ def leading(view: View, contributions: Mapping[str, Contribution]) -> Contributi
 
 
 def kind_of(view: View, prev: Header, contributions: Mapping[str, Contribution]) -> Kind:
-    """Returns the kind of the slot after `prev`: a BOUNDARY for waiting newcomers if no script decides, else the
-    leading contribution's kind.
+    """Returns the kind of the slot after `prev`: a BOUNDARY if no script decides, and newcomers wait or the batch has a
+    fixed size, else the leading contribution's kind.
 
-    A member that yields only because it has no samples has hyperparameters: it follows a script, and is not at rest.
+    A step without samples would count, and a batch of fixed size has none (B1). A member that yields only because it
+    has no samples has hyperparameters: it follows a script, and is not at rest.
     """
     first = leading(view, contributions)
-    return Kind.BOUNDARY if first.yields and not first.hyper and prev.boundary else first.kind
+    at_rest = first.yields and not first.hyper
+    return Kind.BOUNDARY if at_rest and (prev.boundary or (view.batch and first.kind is Kind.STEP)) else first.kind
 
 
 def fitting(payload: bytes) -> bytes:

@@ -178,12 +178,14 @@ def test_steps_of_other_sections_are_refused_also_from_who_leaves() -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_when_all_leave_they_take_a_step_or_let_in_who_waits(asked: bool) -> None:
-    prev = replace(GENESIS, boundary=asked)
-    given = {m: contribution(VIEW, prev, "step", m, yields=True) for m in IDS}
-    header = close_slot(view=VIEW, prev=prev, contributions=given)
+@pytest.mark.parametrize("batch", ["", "6:2x3"])
+def test_when_all_leave_they_take_a_step_or_let_in_who_waits(asked: bool, batch: str) -> None:
+    """A batch of fixed size has no step without samples (B1)."""
+    prev, view = replace(GENESIS, boundary=asked), replace(VIEW, batch=batch)
+    given = {m: contribution(view, prev, "step", m, yields=True) for m in IDS}
+    header = close_slot(view=view, prev=prev, contributions=given)
     assert header.error == ""
-    assert (header.kind, header.step) == ((Kind.BOUNDARY, 0) if asked else (Kind.STEP, 1))
+    assert (header.kind, header.step) == ((Kind.BOUNDARY, 0) if asked or batch else (Kind.STEP, 1))
 
 
 def test_sample_spent_twice_in_one_slot_is_an_error_and_spends_nothing() -> None:

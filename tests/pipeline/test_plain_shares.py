@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from chaos_lightning.member.unit_steps import UnitsDone
 from chaos_lightning.pipeline.plain_shares import PlainShares
+from chaos_lightning.pipeline.shares import ShareStep
 from chaos_lightning.planning import ledger
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Member, View, ViewId, equal_shares
 from chaos_lightning.settings import EngineConfig
@@ -208,3 +209,14 @@ def test_who_leaves_within_a_step_has_the_state_of_the_last_header() -> None:
     assert (model.seen, float(model.passes), model.weight.grad) == ([], 0.0, None)
     assert not shares.within
     assert list(shares.turns()) == []
+
+
+def test_a_time_is_told_once_three_steps_were_measured() -> None:
+    """The first step after a start is slow, and must not take a member's share away."""
+    model = Net()
+    step = ShareStep(model, cast(Any, Sums(model)), lambda: None)
+    told = []
+    for seconds, samples in ((8.0, 4), (0.0, 0), (0.4, 4), (0.8, 4), (0.4, 4)):
+        step.took(seconds, samples)
+        told.append(step.sample_s)
+    assert told == pytest.approx([0.0, 0.0, 0.0, 0.2, 0.15])
