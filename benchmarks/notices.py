@@ -38,7 +38,7 @@ STEPS = (4, 30)
 ENOUGH_STEPS = 3
 KNOWN_S = 8.0
 """Seconds from a process's start to an end that is known from the start."""
-LEAD = "lead:1s"
+LEAD = "lead:3s"
 """Lead of members whose end is known from the start; the default of two minutes would let none begin."""
 KINDS = ("sigterm", "slurm", "aws", "aws-rebalance", "gcp", "file", "deadline")
 HOSTS = 2
