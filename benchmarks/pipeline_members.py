@@ -346,9 +346,9 @@ class PipelineJob:
             self.harness.wait_until(lambda name=name: self._knows(name, last), f"{name} knows the scheduler or is dead")
 
     def _knows(self, name: str, since: Record) -> bool:
-        """Returns whether a member has connected to the scheduler since an event, or was hit by a fault."""
-        found = {r.name for r in self.harness.records if r.member.startswith(f"{name}~") and r.mono > since.mono}
-        return "scheduler" in found or "fault_injected" in found
+        """Returns whether a member has connected to the scheduler since an event, or was ever hit by a fault."""
+        its = [r for r in self.harness.records if r.member.startswith(f"{name}~")]
+        return any(r.name == "fault_injected" or (r.name == "scheduler" and r.mono > since.mono) for r in its)
 
     def again(self, names: Sequence[str], **more: Any) -> None:
         """Starts all members anew and at once, as a launcher does after a job that ended in order to restart."""
