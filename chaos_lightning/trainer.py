@@ -740,7 +740,7 @@ class Trainer:
             self._member.come_in(enter)
 
     def request_node_exit(self, reason: str = "") -> None:
-        """Leaves the job in an orderly way: takes part in steps, without samples, until a header lets this member go
+        """Leaves the job in an orderly way: takes part in slots, without samples, until a header lets this member go
         (Listing 2).
 
         Meanwhile its state follows the others' by replay, for newcomers that may find no other donor. If steps cannot

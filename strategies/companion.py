@@ -153,6 +153,10 @@ class Leaver(Protocol):
     asked: signal.Signals | None
 
     @property
+    def late(self) -> bool:
+        """Whether this member came when the job was finished, and has its final state: code behind fit runs."""
+
+    @property
     def departed(self) -> bool:
         """Whether this member left the job before its training was over, which ended the fit."""
 
@@ -203,7 +207,9 @@ class RankLauncher(_SubprocessScriptLauncher):
 
 def _tell_departure(trainer: pl.Trainer | None, session: Leaver | None) -> None:
     """Raises LeftJobError if the Trainer's function was `fit` and the fit has left its job."""
-    if trainer is None or session is None or not session.departed or trainer.state.fn != TrainerFn.FITTING:
+    if trainer is None or session is None or trainer.state.fn != TrainerFn.FITTING:
+        return
+    if session.late or not session.departed:
         return
     # Not sooner: Lightning aborts where it reads this within fit.
     trainer._signal_connector.received_sigterm |= session.asked is signal.SIGTERM

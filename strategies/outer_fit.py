@@ -84,9 +84,12 @@ class OuterFit:
     Attributes:
         loader: The training loader, where clusters share the data.
         departed: Whether the cluster was asked to leave, and did.
+        late: Always False: no cluster goes on behind the training of others.
         asked: Signal that asked it to leave, if one did.
         closed: Whether fit is over.
     """
+
+    late = False
 
     def __init__(self, trainer: Trainer, writes: Callable[[bool], bool], patience_s: float, ranks: int = 1) -> None:
         self.trainer = trainer

@@ -193,6 +193,10 @@ class FitSession:
         return self.member.departed
 
     @property
+    def late(self) -> bool:
+        return self.engine.role == "late"
+
+    @property
     def members(self) -> tuple[str, ...]:
         """Ids of all members in rank order, as of the last slot; empty outside the job."""
         view = self.engine.view if self.in_job else None
@@ -352,7 +356,7 @@ class FitSession:
     def _entered(self, epoch_before: int) -> None:
         trainer, engine = self.trainer, self.engine
         self._place.leave()
-        if engine.role == "late":  # the job is finished, and its members write: fit ends here, with the final state
+        if self.late:  # the job is finished, and its members write: fit ends here, with the final state
             self.member.go(Footing.GONE)
             self.writer.step_aside(void=False)
             skip_validation(trainer)

@@ -117,23 +117,18 @@ def check_links(lines: Sequence[Line], hurts: Sequence[Hurt], freezes: Sequence[
     return verdict
 
 
-def _sayer(line: Line) -> str:
-    return name_of(str(line.get("member", "")))
-
-
-def _lost(line: Line) -> bool:
-    """Returns whether a member says with this line that it has no scheduler, which holds until its next line."""
-    return line["name"] == "scheduler" and str(line.get("state", "")).startswith("lost")
-
-
 def _silent_parts(verdict: LinkVerdict, lines: Sequence[Line], hurts: Sequence[Hurt]) -> None:
-    """Checks that members that are cut off report what they wait for, or report that they lost the scheduler."""
-    words = [x for x in lines if x["name"] == "scheduler" or (x["name"] == "notice" and x.get("waiting"))]
-    words = [x for x in words if x.get("by", x.get("member")) == x.get("member")]
+    """Checks that members that are cut off report what they wait for, or report that they lost the scheduler, if they
+    have not reported before that they lost it.
+    """
+    own = [x for x in lines if x.get("by", x.get("member")) == x.get("member")]
+    schedulers = [x for x in own if x["name"] == "scheduler"]
+    words = [*schedulers, *(x for x in own if x["name"] == "notice" and x.get("waiting"))]
     told = 0
     for hurt in (h for h in hurts if h.kind in PARTING and h.stop - h.start >= h.seconds * 0.95e9):
-        last = {_sayer(x): x for x in words if x["mono"] * 1e9 <= hurt.stop}  # lines are in order
-        sayers = {who for who, x in last.items() if x["mono"] * 1e9 > hurt.start or _lost(x)}
+        sayers = {_sayer(x) for x in words if hurt.start < x["mono"] * 1e9 <= hurt.stop}
+        last = {_sayer(x): str(x["state"]) for x in schedulers if x["mono"] * 1e9 <= hurt.start}  # lines are in order
+        sayers |= {who for who, state in last.items() if state.startswith("lost")}
         told += len(sayers & set(hurt.part))
         for name in sorted(set(hurt.part) - sayers):
             verdict.problems.append(f"{name} was cut off ({hurt.kind}) and did not say what it waits for")
@@ -210,3 +205,7 @@ class _History:
             if all(last):
                 return at
         return None
+
+
+def _sayer(line: Line) -> str:
+    return name_of(str(line.get("member", "")))

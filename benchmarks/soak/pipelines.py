@@ -63,9 +63,10 @@ SETTLED_S = 1.5
 """Pipelines count as settled so long after they were chosen."""
 LOSS, SAME = 1e-3, 1e-6
 """Bounds (nats): of a step's loss beside that of one process, and behind a checkpoint."""
-CALM, CLOSE = 1e-10, 1e-7
-"""Nats to which two undisturbed runs agree up to a step that counts as calm, and bound of such a step's loss beside
-that of one process: one wrong partial sum moves the next loss by 1e-6 or more, and the following ones by up to 1e-3.
+CALM, CLOSE, LEAST_CALM = 1e-10, 1e-7, 50
+"""Nats to which two undisturbed runs agree up to a step that counts as calm; bound (nats) of such a step's loss beside
+that of one process; and fewest calm steps of a soak. A wrong partial sum moved the next loss by 4e-6, and others by up
+to 1e-3.
 """
 PLACES = {
     "forward": ("forward",),
@@ -293,7 +294,8 @@ def compare(result: Result, losses: Mapping[int, float], about: Mapping[str, Any
     result.add("losses: largest distance of two undisturbed runs", by_rounding[last], "nats")
     result.add("losses: largest distance from the undisturbed ones", max(apart.values()), "nats")
     calm = [value for step, value in apart.items() if by_rounding[step] <= CALM]
-    result.add(f"losses of {len(calm)} calm steps: largest distance", max(calm, default=0.0), "nats", CLOSE)
+    result.add("calm steps that are missing", max(0, min(LEAST_CALM, last) - len(calm)), "count", 0)
+    result.add("losses of calm steps: largest distance", max(calm, default=0.0), "nats", CLOSE)
     result.add("loss of the last step: distance beyond that of undisturbed runs", beyond[last], "nats", LOSS)
     result.add(f"losses of {len(losses)} steps: largest distance beyond", max(beyond.values()), "nats", LOSS)
 

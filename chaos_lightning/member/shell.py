@@ -343,12 +343,12 @@ class Shell:
         self.links.opened(seq)
         if self.links.generation is not None:
             self.links.generation.set(view.id, seq)
+        if view.pipelines or view.batch:
+            self.mailbox.post(attempt=(view, seq))  # before it may complete, and the next one open
         self.reducer.open(view, seq)
         wanted = self.mailbox.parts
         if wanted is not None and wanted.view.id < view.id:  # what this view lacks was asked for before
             self.mailbox.post(parts=None)
-        if view.pipelines or view.batch:
-            self.mailbox.post(attempt=(view, seq))
 
     def end_units(self, view: ViewId | None = None) -> None:
         """Ends waiting units of micro-batches: those of this view and older ones, or of the present attempt."""

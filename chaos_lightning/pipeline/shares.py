@@ -36,9 +36,11 @@ from chaos_lightning.protocol.types import NO_VIEW, Header, LayersCovered, View,
 
 PART = ""
 """Name of the one part of a layout in which all members own everything."""
-_TIMES, _LEAST = 16, 3
-"""Number of the latest steps whose times count, and how many there must be: the first step after a start is slow, and a
-member whose share it has taken away would measure nothing more.
+_TIMES = 16
+"""Number of the latest steps whose times count."""
+_LEAST = 3
+"""Fewest measured steps before a time is told. The first step after a start is slow; told alone, it could cost the
+member its share, and without a share it measures nothing.
 """
 
 

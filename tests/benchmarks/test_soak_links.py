@@ -246,12 +246,13 @@ def test_whoever_is_cut_off_must_say_what_it_waits_for() -> None:
     assert [x for x in judged(story(), hurt).problems if "did not say" in x]
 
 
-@pytest.mark.parametrize(("after", "silent"), [("", False), ("connected", True)])
+@pytest.mark.parametrize(("after", "silent"), [("", False), ("notice", False), ("connected", True)])
 def test_whoever_had_no_scheduler_when_it_was_cut_off_has_said_so(after: str, silent: bool) -> None:
     hurt = cut(10.0, 18.0, "split")
     hurt.part = ("a",)
     told = [line(4.0, "scheduler", "a~1", state="lost: no scheduler answered")]
-    told += [line(8.0, "scheduler", "a~1", state=after)] if after else []
+    told += [line(6.0, "notice", "a~1", text="it waits for one", waiting=True)] if after == "notice" else []
+    told += [line(8.0, "scheduler", "a~1", state=after)] if after == "connected" else []
     found = judged(sorted([*story(), *told], key=lambda x: x["mono"]), hurt).problems
     assert any("did not say" in x for x in found) == silent
 

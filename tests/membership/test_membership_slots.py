@@ -188,6 +188,15 @@ def test_when_all_leave_they_take_a_step_or_let_in_who_waits(asked: bool, batch:
     assert (header.kind, header.step) == ((Kind.BOUNDARY, 0) if asked or batch else (Kind.STEP, 1))
 
 
+def test_a_fixed_batch_goes_on_with_one_that_stays_and_closes_a_collective_that_all_yield_to() -> None:
+    view = replace(VIEW, batch="6:6,0,0")
+    left = {m: contribution(view, GENESIS, "step", m, name="section 0", yields=True) for m in IDS}
+    stays = {"a~1": contribution(view, GENESIS, "step", "a~1", name="section 0", hyper="opt0.lr=0.1")}
+    assert close_slot(view=view, prev=GENESIS, contributions=left | stays).kind is Kind.STEP
+    gathers = {m: contribution(view, GENESIS, "gather", m, name="values", yields=True) for m in IDS}
+    assert close_slot(view=view, prev=GENESIS, contributions=gathers).kind is Kind.GATHER
+
+
 def test_sample_spent_twice_in_one_slot_is_an_error_and_spends_nothing() -> None:
     header = closed(box(spent=(Spent("", 0, ((0, 4),)),)))
     assert "0" in header.error

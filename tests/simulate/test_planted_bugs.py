@@ -56,14 +56,17 @@ def test_every_starred_rule_of_these_machines_has_a_bug() -> None:
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_table_of_rules_of_pipelines_names_what_there_is() -> None:
-    """The table of pipeline rules in protocol.md names all their planted bugs, and only tests that exist."""
+@pytest.mark.parametrize(("letter", "heading", "least"), [("P", "### Where they are tested", 15), ("B", "| B1 |", 2)])
+def test_tables_of_rules_name_what_there_is(letter: str, heading: str, least: int) -> None:
+    """The tables of rules of pipelines and of a fixed batch in protocol.md name all their planted bugs, and only tests
+    that exist.
+    """
     text = (ROOT / "docs/protocol.md").read_text()
-    table = text.partition("### Where they are tested")[2].partition("\n## ")[0]
-    planted = set(re.findall(r"`(P\d+-[a-z-]+)`", table))
-    assert planted == {name for name in BUGS if name.startswith("P")}
+    table = text.partition(heading)[2].partition("\n## ")[0]
+    planted = set(re.findall(rf"`({letter}\d+-[a-z-]+)`", table))
+    assert planted == {name for name in BUGS if name.startswith(letter)}
     ids = re.findall(r"`([a-z_/]+\.py)::(\w+)`", table)
-    assert len(ids) > 15
+    assert len(ids) > least
     for file, test in ids:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -293,6 +292,7 @@ def member(spec: dict[str, Any]) -> None:
     if spec.get("evaluates"):
         evaluated = evaluate(trainer, model, val_samples, val_batch)
     before = set(threading.enumerate())
+    left_with = None
     if "room" in spec:
         full_disk(spec["room"])
         try:
@@ -303,13 +303,15 @@ def member(spec: dict[str, Any]) -> None:
             )
             raise
     else:
-        with contextlib.suppress(LeftJobError):  # what it reports says how far it came
+        try:
             if spec.get("own_data"):
                 trainer.fit(model)
             elif spec.get("by_rank"):
                 trainer.fit(model, datamodule=ByRank(train, val_samples, val_batch))
             else:
                 trainer.fit(model, train, held_out, ckpt_path=spec.get("ckpt"))
+        except LeftJobError as error:  # what it reports says how far it came
+            left_with = error.code
     threads = [t.name for t in threading.enumerate() if t not in before and t.name.startswith("chaos")]
     buffers = [b.clone() for b in model.buffers()]
     with torch.no_grad():  # as in training, which changes running statistics
@@ -324,6 +326,7 @@ def member(spec: dict[str, Any]) -> None:
             "weights": models.weights(model),
             "buffers": buffers,
             "step": trainer.global_step,
+            "left_with": left_with,
             "epoch": trainer.current_epoch,
             "synced": getattr(model, "sync", True),
             "scale": trainer.precision_plugin.state_dict(),

@@ -34,6 +34,7 @@ def test_who_comes_after_the_end_goes_on_with_the_final_state(job: Job, tmp_path
     (c,) = job.finish("c", audit=False)
     assert equal(c["weights"], a["weights"])
     assert (c["step"], c["epoch"]) == (a["step"], a["epoch"])
+    assert c["left_with"] is None, "code behind fit runs"
     assert c["rank"] != 0
     assert [line for line in c["trace"] if "batch" in line] == []
     assert c["callbacks"]["ModelCheckpoint"]["best_model_path"] == a["callbacks"]["ModelCheckpoint"]["best_model_path"]
