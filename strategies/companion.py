@@ -209,7 +209,7 @@ def _tell_departure(trainer: pl.Trainer | None, session: Leaver | None) -> None:
     """Raises LeftJobError if the Trainer's function was `fit` and the fit has left its job."""
     if trainer is None or session is None or trainer.state.fn != TrainerFn.FITTING:
         return
-    if session.late or not session.departed:
+    if not session.departed or session.late:
         return
     # Not sooner: Lightning aborts where it reads this within fit.
     trainer._signal_connector.received_sigterm |= session.asked is signal.SIGTERM
