@@ -100,13 +100,20 @@ def test_hooks_see_what_is_owned_and_the_norm_is_that_of_the_whole(job: Any) -> 
         pytest.param({"samples": 90}, id="uneven", marks=pytest.mark.slow),
     ],
 )
-def test_plans_do_not_matter(job: Any, spec: dict[str, Any]) -> None:
+def test_plans_do_not_matter(job: Any, tmp_path: Path, spec: dict[str, Any]) -> None:
+    """One device, three devices, and two that go on from a checkpoint have the same losses; random numbers are keyed by
+    the global step.
+    """
+    folder = tmp_path / "files"
     job.fresh(min_nodes=1)
-    start(job, "a", **spec)
+    start(job, "a", saves=folder, **spec)
     (whole,) = job.finish("a")
     job.again(min_nodes=3)
     start(job, "bcd", device_memory=HALF, **spec)
     check_equal(job.finish("b", "c", "d"), whole["losses"], whole["parameters"])
+    job.again(min_nodes=2)
+    start(job, "ef", device_memory=HALF, ckpt_path=folder / "step=6.ckpt", **spec)
+    check_equal(job.finish("e", "f"), whole["losses"][6:], whole["parameters"])
 
 
 @pytest.mark.parametrize(("unit", "raises"), [pytest.param(0, 0, marks=SLOW), (1, 0), pytest.param(1, 1, marks=SLOW)])
