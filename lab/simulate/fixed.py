@@ -22,7 +22,6 @@ from chaos_lightning.planning.batch import Split, read_split
 from chaos_lightning.protocol.types import Contribution, Header, Heartbeat, Kind, LayersCovered, Span, View, ViewId
 from lab.simulate.fixed_training import Step, gradients_of, step_of
 from lab.simulate.job import Job
-from lab.simulate.node import Node
 from lab.simulate.oracle import Made, Violation
 from lab.simulate.plan import NodeSpec
 from lab.simulate.reruns import AttemptRun, RerunNode
@@ -79,11 +78,8 @@ class FixedNode(RerunNode[ShareRun]):
         """Returns the numbers of this member's units of a step."""
         return self.split(view).units(view.ids().index(self.me), len(step.units))
 
-    def strays(self) -> bool:
-        """Returns whether this leaver has left its loop, as half of them do, with its share undone (B2)."""
-        return Node.strays(self)
-
     def runs_units(self) -> bool:
+        """Returns whether units run in the open slot; a leaver that has left its loop leaves its share undone (B2)."""
         return super().runs_units() and not self.strays()
 
     def _new_run(self, attempt: Attempt, view: View) -> ShareRun:
@@ -107,18 +103,6 @@ class FixedNode(RerunNode[ShareRun]):
             self._late = run if self.kernel.random.random() < _LATE else None
         if isinstance(effect, fx.Rerun) and run is not None and self.strays():
             self._begin()  # it left its loop in the attempt that has just ended
-
-    def _step(self, uid: int, epoch: int, spans: tuple[Span, ...], life: int) -> None:
-        if life == self.life and self.strays():
-            self.world.oracle.parted.add((self.me, self.header.seq + 1))  # the others may go on without it
-        super()._step(uid, epoch, spans, life)
-
-    def _ejected(self, reason: str, rejoin: bool, phase: MemberPhase) -> None:
-        strayed = self.strays()
-        super()._ejected(reason, rejoin, phase)
-        if strayed and not self.outcome:
-            self.outcome = f"left: {reason}"  # whoever has left its loop does not join again
-            self.quit()
 
     def _next(self, run: ShareRun) -> None:
         if run is not self.run or run.busy or not run.pieces or not self.alive:

@@ -88,10 +88,6 @@ class RerunNode(Node, Generic[R]):
     def _open(self, view: View, seq: int) -> None:
         self.plane.open(view, seq)
 
-    def strays(self) -> bool:
-        """Returns False: the others need its units, so a leaver trains on until it is let go."""
-        return False
-
     def _begin(self) -> None:
         if self.runs_units():
             self._go()

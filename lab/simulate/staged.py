@@ -220,6 +220,10 @@ class StagedNode(RerunNode[Run]):
 
     # ------------------------------------------------------------------ the training thread
 
+    def strays(self) -> bool:
+        """Returns False: the others need its units, so a leaver trains on until it is let go."""
+        return False
+
     def runs_units(self) -> bool:
         """Returns whether units run in the open slot."""
         kind = self.next_kind()
