@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.workers import Worker
-from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.options import ETCD
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.events.events import Record, Tail
 from chaos_lightning.machine.listener import free_port, free_ports
+from chaos_lightning.service.etcd_servers import EtcdServers
+from chaos_lightning.service.options import ETCD
 
 COUNT = 3
 PATIENCE_S = 30.0
@@ -70,7 +70,7 @@ class Leaders(Protocol):
 
 def leading(endpoint: str) -> dict[str, Any]:
     """Returns the status of the leading scheduler; asks again until there is one."""
-    from chaos_lightning.control.channel import fetch_status
+    from chaos_lightning.control.requests import fetch_status
 
     end = time.monotonic() + PATIENCE_S
     while True:
@@ -157,7 +157,7 @@ class Candidates:
 
     def bring_back(self, name: str) -> None:
         """Wakes or restarts a candidate as `wake` does; returns when the candidate answers as a standby."""
-        from chaos_lightning.control.channel import fetch_status
+        from chaos_lightning.control.requests import fetch_status
 
         self.wake(name)
         end = time.monotonic() + PATIENCE_S
@@ -201,7 +201,7 @@ class Embedded:
 
     def close(self) -> None:
         with contextlib.suppress(TimeoutError, SchedulerUnreachableError, ProcessLookupError):
-            from chaos_lightning.control.channel import fetch_status
+            from chaos_lightning.control.requests import fetch_status
 
             os.kill(int(fetch_status(self.endpoint, timeout_s=1.0)["pid"]), signal.SIGTERM)
 

@@ -40,8 +40,8 @@ from benchmarks.peers import coordinators
 from benchmarks.victims import member
 from benchmarks.workers import Worker, context, scratch
 from benchmarks.world import World, intervals, lost_or_repeated
-from chaos_lightning.control.election import WATCHED_S
-from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
+from chaos_lightning.service.election import WATCHED_S
+from chaos_lightning.service.etcd_servers import EtcdServer, EtcdServers
 
 MEMBERS = 3
 STATE_MIB = 6.0

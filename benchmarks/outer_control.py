@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection
 from benchmarks.common import MIB, Result, median, percentile
 from benchmarks.outer_data import TOKEN, Data, asking, serve_grpc
 from benchmarks.workers import Worker, context, wait_listening
-from chaos_lightning.control.channel import CLIENT_OPTIONS, open_channel
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.outer.exchange import outer_pb2
 from chaos_lightning.outer.exchange.outer_pb2_grpc import ParameterServerStub
+from chaos_lightning.service.channel import CLIENT_OPTIONS, open_channel
 
 EVERY_S = 0.005
 FLOOD_MIB = 64

@@ -52,12 +52,12 @@ from benchmarks.common import Options, Result, median, run
 from benchmarks.outer_clusters import FOLLOWERS, OuterScene, burn, outer_scene
 from benchmarks.peers import torchft_diloco
 from benchmarks.workers import Worker, context, scratch
-from chaos_lightning.control.election import WATCHED_S
-from chaos_lightning.control.etcd_servers import EtcdServers, find_etcd
-from chaos_lightning.control.options import ETCD
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Record
 from chaos_lightning.outer.exchange.control_client import fetch_facts
+from chaos_lightning.service.election import WATCHED_S
+from chaos_lightning.service.etcd_servers import EtcdServers, find_etcd
+from chaos_lightning.service.options import ETCD
 
 INNER_STEPS = 32
 PACE_S = 0.04

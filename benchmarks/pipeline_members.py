@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from benchmarks.victims import write_out
 from benchmarks.workers import Scheduler, scratch
-from chaos_lightning.control.channel import fetch_all
+from chaos_lightning.control.requests import fetch_all
 from chaos_lightning.errors import DeadlineError
 from chaos_lightning.events.events import Record
 from chaos_lightning.member.part_moves import PartMoves

@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import Options, Result, median, percentile, run
-from chaos_lightning.control.chain import JobChain
-from chaos_lightning.control.etcd3_client import load_etcd3
-from chaos_lightning.control.etcd_client import EtcdClient, put
-from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
-from chaos_lightning.control.etcd_store import EtcdStore
-from chaos_lightning.control.memory_store import MemoryStore, Shelf
-from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import Store
+from chaos_lightning.control.job_chain import JobChain
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, Member, View, ViewId
+from chaos_lightning.service.etcd3_client import load_etcd3
+from chaos_lightning.service.etcd_client import EtcdClient, put
+from chaos_lightning.service.etcd_servers import EtcdServer, EtcdServers
+from chaos_lightning.service.etcd_store import EtcdStore
+from chaos_lightning.service.memory_store import MemoryStore, Shelf
+from chaos_lightning.service.sqlite_store import SqliteStore
+from chaos_lightning.service.store import Store
 
 NO_SLOWER = 1.15
 DEADLINE_S = 60.0

@@ -37,8 +37,8 @@ from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.orphan import VARIABLE as UNDER_OUR_TORCHRUN
 from chaos_lightning.member.training import least_batch
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
-from chaos_lightning.outer.cluster.hosting import others_in
 from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.cluster.server_start import others_in
 from chaos_lightning.outer.cluster.session import OuterSession, agreement_of
 from chaos_lightning.outer.cluster.strategy_options import ARGUMENTS, DiLoCoOptions, build
 from chaos_lightning.outer.rules.types import Agreement

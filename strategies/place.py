@@ -23,12 +23,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.claims import Claim, ask, lock_lowest
-from chaos_lightning.control.hosting import listens
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.machine.addresses import is_local, split_endpoint
 from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.service.hosting import listens
 from chaos_lightning.settings import EngineConfig
 
 _LOOK_TIMEOUT_S = 5.0

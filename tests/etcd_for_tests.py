@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.service.etcd_servers import EtcdServers
 
 
 @contextlib.contextmanager

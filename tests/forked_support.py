@@ -15,11 +15,12 @@ from pathlib import Path
 
 from until_support import until
 
-from chaos_lightning.control.hosting import HostedScheduler, look
+from chaos_lightning.control.hosting import look
 from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.machine.process_table import start_time
 from chaos_lightning.protocol.types import Settings
+from chaos_lightning.service.hosting import HostedProcess
 from chaos_lightning.testing.processes import start_function
 
 TORCHRUN = "torch.distributed.run"
@@ -58,7 +59,7 @@ def patient(folder: Path) -> SchedulerOptions:
     )
 
 
-def scheduler(options: SchedulerOptions) -> HostedScheduler:
+def scheduler(options: SchedulerOptions) -> HostedProcess:
     """Starts a scheduler and returns it once it serves; the caller must `stop` it."""
     assert options.store_path is not None
     log = options.store_path.with_name("scheduler.log")
@@ -67,4 +68,4 @@ def scheduler(options: SchedulerOptions) -> HostedScheduler:
     until(
         lambda: look(options.listen, options.settings.job, b"") in ("serves", "tells"), "the scheduler's answer", 120.0
     )
-    return HostedScheduler(options.listen, child.pid, start_time(child.pid), log, options.store_path)
+    return HostedProcess(options.listen, child.pid, start_time(child.pid), log, options.store_path)

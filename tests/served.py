@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from chaos_lightning.control.agent import Agent
-from chaos_lightning.control.auth_interceptor import Service
-from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.options import SchedulerServerConfig
-from chaos_lightning.control.server import SchedulerServer
-from chaos_lightning.control.store import Store
+from chaos_lightning.control.scheduler_server import SchedulerServer
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import (
@@ -34,6 +31,9 @@ from chaos_lightning.protocol.types import (
     ToMember,
     Welcome,
 )
+from chaos_lightning.service.auth_interceptor import Service
+from chaos_lightning.service.memory_store import MemoryStore
+from chaos_lightning.service.store import Store
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 30.0
@@ -130,6 +130,7 @@ class Served:
         log: EventLog | None = None,
         candidacy: Any = None,
         services: Sequence[Service] = (),
+        rules_of_job: Callable[[Settings], Settings] = lambda given: given,
         **config: Any,
     ) -> None:
         rules = replace(config.get("settings", Settings()), linger_timeout_s=config.pop("linger_s", 0.2))
@@ -150,6 +151,7 @@ class Served:
             factory,
             candidacy,
             services,
+            rules_of_job,
         )
         asyncio.run_coroutine_threadsafe(self._run(), self.loop)
         assert self._ready.wait(PATIENCE_S)

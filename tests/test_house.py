@@ -97,14 +97,15 @@ LIGHT = (
         "torch lightning grpc matplotlib",
     ),
     (
-        "chaos_lightning.control.server chaos_lightning.control.agent chaos_lightning.control.hosting "
-        "chaos_lightning.control.scheduler_main chaos_lightning.control.sqlite_store chaos_lightning.control.commands",
+        "chaos_lightning.control.scheduler_server chaos_lightning.control.agent chaos_lightning.control.hosting "
+        "chaos_lightning.control.scheduler_main chaos_lightning.service.sqlite_store chaos_lightning.control.commands",
         "torch lightning numpy hydra",
     ),
     (
-        "chaos_lightning.outer.server.server chaos_lightning.outer.commands.leader_main "
+        "chaos_lightning.outer.server.leader_server chaos_lightning.outer.commands.leader_main "
         "chaos_lightning.outer.commands.server_main "
-        "chaos_lightning.outer.server.standing chaos_lightning.outer.cluster.hosting chaos_lightning.outer.commands.ps",
+        "chaos_lightning.outer.server.standing chaos_lightning.outer.cluster.server_start "
+        "chaos_lightning.outer.commands.ps",
         "torch lightning hydra",
     ),
     ("chaos_lightning.rendezvous.options", "torch"),

@@ -77,9 +77,9 @@ class Operator:
     """Operator that asks for links as `chaos-lightning link` does, over one connection."""
 
     def __init__(self, endpoint: str) -> None:
-        from chaos_lightning.control.channel import CLIENT_OPTIONS, grpc  # type: ignore[attr-defined]
         from chaos_lightning.control.service_pb2_grpc import SchedulerStub
         from chaos_lightning.protocol.chaos_pb2 import LinkChangeRequest, StatusRequest
+        from chaos_lightning.service.channel import CLIENT_OPTIONS, grpc  # type: ignore[attr-defined]
 
         self._request = LinkChangeRequest
         self._channel = grpc.insecure_channel(endpoint, options=CLIENT_OPTIONS)

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.scale.fake import StandIn, carrier
-from chaos_lightning.control.channel import CLIENT_OPTIONS, END_OF_STREAM
-from chaos_lightning.control.service import NAME
+from chaos_lightning.control.scheduler_calls import NAME
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.codec import decode_peer, encode_peer, unwrap_to_member, wrap_from_member
 from chaos_lightning.protocol.types import (
@@ -44,6 +43,7 @@ from chaos_lightning.protocol.types import (
     ViewId,
 )
 from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.service.channel import CLIENT_OPTIONS, END_OF_STREAM
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 

@@ -10,14 +10,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.drawing import request
-from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.store import Appended, End
-from chaos_lightning.control.streams import Parcel
+from chaos_lightning.control.job_chain import JobChain
+from chaos_lightning.control.member_streams import ENCODING
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.types import Settings
+from chaos_lightning.service.memory_store import MemoryStore
+from chaos_lightning.service.store import Appended, End
 
 
 class Records(MemoryStore):
@@ -89,7 +89,7 @@ class Metered:
                 stored.append([fx.Stored(effect.token, outcome.ok, outcome.detail)])
             elif isinstance(effect, fx.Send) and effect.message is not self._encoded:
                 self._encoded = effect.message
-                self.sent_nbytes += len(Parcel(effect.message).data)
+                self.sent_nbytes += len(ENCODING.write(effect.message))
             elif isinstance(effect, fx.DrawPlan):
                 self.wish = effect
                 request(effect)

@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import Options, Result, median, run
 from benchmarks.workers import Scheduler, at, scratch
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.etcd_servers import EtcdServers, find_etcd
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.security.roles import MEMBER, OPERATOR
+from chaos_lightning.service.etcd_servers import EtcdServers, find_etcd
 
 CROWDS = 2
 SIZES = (64, 256, 512)

@@ -25,12 +25,12 @@ from benchmarks.soak.crew import Crew
 from benchmarks.soak.member import QUOTA, training_length
 from benchmarks.soak.runs import Standstill, gather
 from benchmarks.workers import Scheduler, scratch
-from chaos_lightning.control.chain import JobChain
-from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.control.job_chain import JobChain
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.membership.topology import neighbours
 from chaos_lightning.observe.audit import NOT_SHOWN, audit, verdict, violations
 from chaos_lightning.protocol.types import View
+from chaos_lightning.service.sqlite_store import SqliteStore
 
 FLOOR = 2 / 3
 """Share of the members with which the job begins, and below which it would wait."""

@@ -33,7 +33,7 @@ from benchmarks.soak.member import QUOTA, training_length
 from benchmarks.soak.runs import disturbed, gather, undisturbed
 from benchmarks.soak.schedulers import etcd_is_here
 from benchmarks.workers import scratch
-from chaos_lightning.control.etcd_servers import ADVICE
+from chaos_lightning.service.etcd_servers import ADVICE
 
 
 def options() -> argparse.Namespace:

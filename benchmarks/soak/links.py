@@ -270,7 +270,7 @@ class Links:
 
     def _ask(self, pair: Pair, *, add: bool) -> bool:
         """Asks the scheduler to add or remove a link, as `chaos-lightning link add|remove` does."""
-        from chaos_lightning.control.channel import change_link
+        from chaos_lightning.control.requests import change_link
         from chaos_lightning.errors import ChaosError, RefusedError
 
         one, other = sorted(pair)

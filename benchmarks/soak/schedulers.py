@@ -33,10 +33,10 @@ from typing import Any
 from benchmarks.candidates import Candidates
 from benchmarks.soak.ways import Ways
 from benchmarks.workers import Worker, context, scheduler
-from chaos_lightning.control import etcd_pb2 as pb
-from chaos_lightning.control.etcd_client import after_prefix
-from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
 from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.service import etcd_pb2 as pb
+from chaos_lightning.service.etcd_client import after_prefix
+from chaos_lightning.service.etcd_servers import EtcdServer, EtcdServers
 from chaos_lightning.testing.edge.relay import Way
 
 STALE_KINDS = ("old_snapshot", "old_store", "empty_scheduler")
@@ -195,7 +195,7 @@ class Several(Control):
             self._log.emit("fault_injected", kind=kind, node=who, pid=away.server.pid)
             self._servers.kill(away.server)
         else:
-            from chaos_lightning.control.channel import fetch_status
+            from chaos_lightning.control.requests import fetch_status
 
             facts = fetch_status(self.endpoint, timeout_s=1.0)
             if facts["role"] != "leader":
@@ -274,7 +274,7 @@ class Several(Control):
 
 def copy_chain(client: Any, job: str) -> None:
     """Copies a job's chain to `OLD_PREFIX`, in place of an older copy, without the keys of leader and standbys."""
-    from chaos_lightning.control.etcd_store import job_root
+    from chaos_lightning.service.etcd_store import job_root
 
     here, there = job_root(client.address.prefix, job), job_root(OLD_PREFIX, job)
     found = {kv.key.decode().removeprefix(here): kv.value for kv in client.get_all(here)[0]}
@@ -320,7 +320,7 @@ def control(args: Any, folder: Path, log: Any, *, ways: bool) -> Iterator[Contro
 
 def etcd_is_here() -> bool:
     """Returns whether etcd servers can be started on this machine."""
-    from chaos_lightning.control.etcd_servers import find_etcd
+    from chaos_lightning.service.etcd_servers import find_etcd
 
     try:
         return bool(find_etcd())

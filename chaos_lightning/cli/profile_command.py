@@ -81,7 +81,7 @@ def profile(
 
 def _job(endpoint: str, token_file: str, keys_dir: str) -> dict[str, Any]:
     """Returns the status of the scheduler's job; {} if no endpoint was given and none answers at the default one."""
-    from chaos_lightning.control.channel import fetch_all
+    from chaos_lightning.control.requests import fetch_all
     from chaos_lightning.errors import ChaosError
     from chaos_lightning.security.credentials import Credentials
     from chaos_lightning.settings import DEFAULT_ENDPOINT

@@ -1,33 +1,23 @@
-"""Writes the scheduler's decisions to its store, in a thread of its own, and retries writes that failed.
+"""Writes the scheduler's decisions to its store, and shortens the chain that they make.
 
-Theory of operation. A decision is on the disk, or on etcd's majority, before anybody hears of it; streams are read
-meanwhile, for the store has its own thread. A store that takes nothing is asked again for some seconds, then the
-scheduler ends. The end of a job alone is *owed* for as long as the process lives, also when it has led no more in
-between: all members are done by then, and nobody could decide it again.
+Theory of operation. Thread and retries are those of all services (service/writer.py). The end of a job alone is *owed*
+for as long as the process lives, also when it has led no more in between: all members are done by then, and nobody
+could decide it again.
 """
 
 from __future__ import annotations
 
-import asyncio
+import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
 
-from chaos_lightning.control.chain import SUMMARY, JobChain
+from chaos_lightning.control.job_chain import SUMMARY, JobChain
 from chaos_lightning.control.options import Owed
-from chaos_lightning.control.store import Appended, StoreFactory
-from chaos_lightning.errors import OversizeError, StoreError
+from chaos_lightning.errors import StoreError
 from chaos_lightning.membership import effects as fx
-
-T = TypeVar("T")
-
-_STORE_PATIENCE_S = 5.0
-"""Seconds: a store that takes nothing for so long ends the scheduler; the end of a job alone is owed for as long as
-it lives.
-"""
-_LONGEST_STORE_PAUSE_S = 5.0
+from chaos_lightning.service.store import Appended, StoreFactory
+from chaos_lightning.service.writer import StoreWriter
 
 
 class ChainWriter:
@@ -45,7 +35,8 @@ class ChainWriter:
         self._open_store = open_store
         self._emit = emit
         self._chain: JobChain | None = None
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="chaos-store")
+        self._writer = StoreWriter(emit)
+        self.in_thread = self._writer.in_thread
         self._uncut = ""
         """Kind of the error for which the chain could not be cut the last time."""
 
@@ -58,10 +49,6 @@ class ChainWriter:
     def chain(self) -> JobChain:
         assert self._chain is not None, "take() comes first"
         return self._chain
-
-    async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
-        """Runs a function in the store's thread; returns its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *given)
 
     def take(self, taken: Callable[[], None]) -> fx.Chain:
         """Opens the chain, outranks all other schedulers, and appends an end of the job that is still unwritten. Runs
@@ -105,33 +92,24 @@ class ChainWriter:
             OversizeError: The decision fits into no record.
             StoreError: The store has taken nothing for some seconds.
         """
+
+        def failed(error: StoreError) -> None:
+            if final is not None:
+                self.owed = replace(final, reason=str(error))
+
         if final is not None:
             self.owed = final  # from now on: whoever ends meanwhile, as without its lease, hears no answer
-        started, pause_s, told = time.monotonic(), 0.2, ""
-        while True:
-            try:
-                outcome = await self.in_thread(self.chain.append, effect)
-                break
-            except OversizeError:
-                raise
-            except StoreError as error:
-                if str(error) != told or final is None:
-                    self._emit("error", text=str(error), where="store")
-                    told = str(error)
-                if final is not None:
-                    self.owed = replace(final, reason=str(error))
-                    pause_s = min(1.5 * pause_s, _LONGEST_STORE_PAUSE_S)
-                elif time.monotonic() - started > _STORE_PATIENCE_S:
-                    raise
-                await asyncio.sleep(pause_s)
-        seconds = round(time.monotonic() - started, 6)
-        self._emit(
-            "stored", kind=effect.kind, number=effect.number, ok=outcome.ok, detail=outcome.detail, seconds=seconds
+        outcome = await self._writer.append(
+            lambda: self.chain.append(effect),
+            math.inf if final is not None else None,
+            failed,
+            kind=effect.kind,
+            number=effect.number,
         )
         if outcome.ok:
             self.owed = None
             if effect.kind == "view":
-                self._disk.submit(self._cut)
+                self._writer.soon(self._cut)
         elif final is not None:
             self.owed = replace(final, reason=outcome.detail)
         return outcome
@@ -154,6 +132,4 @@ class ChainWriter:
 
     async def close(self) -> None:
         """Waits for an unfinished write, and closes the chain."""
-        await asyncio.get_running_loop().run_in_executor(None, self._disk.shutdown)
-        if self._chain is not None:
-            self._chain.close()
+        await self._writer.close(self._chain.close if self._chain is not None else lambda: None)

@@ -5,7 +5,7 @@ holds the lowest number that is free, and its end, however it comes, frees it. O
 so that it works before any scheduler runs. A process elsewhere asks that scheduler, whether it leads or stands by; the
 scheduler locks for it, and unlocks when the stream of the call ends. A machine may vanish without a word. So the caller
 repeats its request every few seconds, and the scheduler ends the call when it has heard nothing for `SILENCE_S`. The
-server's pings would not do: they end members' streams, too (control/channel.py). Where the scheduler dies, or a caller
+server's pings would not do: they end members' streams, too (service/channel.py). Where the scheduler dies, or a caller
 is stopped for longer and goes on, the number is free: somebody else may take it, which costs no more than a second log.
 
 Both sides know the files by job, port and user, so the scheduler must run as the user whose processes set up beside it,
@@ -26,13 +26,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.control.channel import CLIENT_OPTIONS, END_OF_STREAM, explain
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import ChaosError, SchedulerUnreachableError, WireError
 from chaos_lightning.machine.forks import close_in_children, keep_in_children, only_here
 from chaos_lightning.machine.lock_files import lock_path, open_lock
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.security.credentials import Credentials, Secret, open_channel
+from chaos_lightning.service.channel import CLIENT_OPTIONS, END_OF_STREAM, explain
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 

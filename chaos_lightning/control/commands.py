@@ -53,7 +53,7 @@ def drain(
     Its members finish the step they are in, hand over, and end by themselves; nothing is lost and nobody waits. The
     same as Ctrl+C there.
     """
-    from chaos_lightning.control.channel import drain as ask
+    from chaos_lightning.control.requests import drain as ask
 
     asked = ask(endpoint, node, Credentials.load(keys_dir, token_file))
     if as_json:
@@ -114,7 +114,7 @@ def link(
     The trees change with the next step; nothing else moves and nobody waits. A link that was removed stays away, also
     when members come and go, until it is added again. One without which the members would fall apart is not removed.
     """
-    from chaos_lightning.control.channel import change_link
+    from chaos_lightning.control.requests import change_link
 
     token = Credentials.load(keys_dir, token_file)
     _done(change_link(endpoint, a, b, add=action is LinkAction.ADD, token=token), as_json)
@@ -149,7 +149,7 @@ def etcd(
     torchrun: --store etcd://... or --rdzv-conf store=etcd://... Ctrl+C ends them; their data stays. A server that
     ends is started again, unless it ends at once three times in a row: then all are ended, with what it said last.
     """
-    from chaos_lightning.control.etcd_servers import EtcdServers
+    from chaos_lightning.service.etcd_servers import EtcdServers
 
     if action != "up":
         raise ConfigurationError(f"etcd {action}: expected `chaos-lightning etcd up`")

@@ -1,4 +1,4 @@
-"""Events of schedulers: their processes, stores and elections, and what operators ask."""
+"""Events of schedulers: their processes, and what operators ask."""
 
 from chaos_lightning.events.registry import Event
 
@@ -10,10 +10,6 @@ EVENTS = (
     ),
     Event("scheduler_ended", "a scheduler has no reason to go on", {"reason": "why", "failed": "bool"}),
     Event("stream_closed", "a control stream is closed", {"peer": "address", "of": "name", "reason": "why"}),
-    Event("stored", "the store has answered", {"kind": "of entry", "ok": "bool", "detail": "words", "seconds": "s"}),
     Event("drain", "an operator wants a node out", {"of": "its name", "by": "who asks"}),
     Event("reset_asked", "an operator wants the job ended", {"by": "who asks", "force": "bool"}),
-    Event("elected", "this candidate leads", {"candidate": "id", "endpoint": "HOST:PORT", "reason": "why"}),
-    Event("leader", "another candidate leads", {"candidate": "id", "endpoint": "HOST:PORT", "reason": "why"}),
-    Event("deposed", "a leader leads no more", {"candidate": "id", "reason": "why"}),
 )

@@ -1,12 +1,9 @@
 """Starts a scheduler at an endpoint of this machine, unless one already serves it.
 
-Theory of operation. Whoever needs a scheduler looks at the endpoint. If it is another machine's, that is that machine's
-affair. If somebody serves this job there, fine. If nobody listens, a scheduler process is started, detached, so that it
-outlives the member, the torchrun agent and their process groups; then the endpoint is looked at until it answers. Two
-starters may race: only one scheduler gets the port, the other one ends before it has touched the chain, and both
-starters find the winner. The chain's file decides what the job is: an unfinished one is continued, a finished one is
-archived and a new one begins - or, with `continue_only`, nothing is started, for a worker that restarts must not repeat
-its job.
+Theory of operation. As for all services (service/hosting.py). A scheduler is detached from the member, the torchrun
+agent and their process groups. The chain's file decides what the job is: an unfinished one is continued, a finished one
+is archived and a new one begins - or, with `continue_only`, nothing is started, for a worker that restarts must not
+repeat its job.
 """
 
 from __future__ import annotations
@@ -14,24 +11,17 @@ from __future__ import annotations
 import logging
 import os
 import re
-import select
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.control.chain import Tip, open_chain
+from chaos_lightning.control.job_chain import Tip, open_chain
 from chaos_lightning.control.options import (
     GAVE_WAY,
     HOSTED,
-    MEMORY,
     SchedulerOptions,
-    check_advertise,
     check_settings,
     rules_of,
     settings_from_json,
@@ -45,89 +35,42 @@ from chaos_lightning.errors import (
     StoreError,
 )
 from chaos_lightning.machine.addresses import is_local, split_endpoint
-from chaos_lightning.machine.listener import is_another_kind, who_listens
-from chaos_lightning.machine.process_table import start_time, still_runs
+from chaos_lightning.machine.process_table import start_time
 from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.types import PlanSpec
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
+from chaos_lightning.service.hosting import (
+    IDLE_TIMEOUT_S,
+    HostedProcess,
+    ensure,
+    facts_at,
+    last_words,
+    start_detached,
+)
+from chaos_lightning.service.options import MEMORY, check_advertise
 from chaos_lightning.settings import EngineConfig, from_environment
 
 logger = logging.getLogger("chaos_lightning.control")
 
-IDLE_TIMEOUT_S = 300.0
-"""Seconds without members after which a hosted scheduler ends; its chain stays."""
-_LOOK_INTERVAL_S = 0.05
-_ODD_LISTENER_PATIENCE_S = 6.0
-TELL_S = 5.0
-"""Seconds between two lines of a process that waits for a scheduler."""
 GAVE_WAY_PAUSE_S = 15.0
 """Seconds for which no scheduler is hosted where a hosted one gave the endpoint up: the one that it gave way to needs
 the port, and may still be starting.
 """
 
 
-@dataclass(frozen=True)
-class HostedScheduler:
-    """Scheduler process that this process started and that outlives it."""
-
-    endpoint: str
-    pid: int
-    pid_start: int
-    log: Path
-    store: Path | None
-
-    def alive(self) -> bool:
-        """Returns whether the scheduler's process still runs."""
-        return self.pid_start != 0 and still_runs(self.pid, self.pid_start)
-
-    def stop(self, timeout_s: float = 10.0) -> bool:
-        """Ends the scheduler with SIGTERM; members train on without one. Returns True once it has ended."""
-        if not self.alive():
-            return True
-        try:
-            handle = os.pidfd_open(self.pid)
-        except OSError:
-            return not self.alive()
-        try:
-            signal.pidfd_send_signal(handle, signal.SIGTERM)
-            return bool(select.select([handle], [], [], timeout_s)[0])
-        except ProcessLookupError:
-            return True
-        finally:
-            os.close(handle)
-
-
-def listens(endpoint: str) -> bool:
-    """Returns whether some process accepts connections at an endpoint."""
-    host, port = split_endpoint(endpoint)
-    try:
-        with socket.create_connection((host, port), timeout=1.0):
-            return True
-    except TimeoutError:
-        return True  # so many wait for whoever has the port that the kernel takes no more
-    except OSError:
-        return False
-
-
 def look(endpoint: str, job: str, token: Secret) -> str:
-    """Returns what an endpoint's port shows: "free", "serves" (this job), "tells" (newcomers that this job has
-    finished), "finished" (still lingering), "past" (lingering, of another job), "silent" or "odd".
-
-    Whoever has the port is silent if it says nothing: it begins, is frozen, or has no descriptor left; and odd if it
-    hangs up, or is no gRPC server.
+    """Returns what an endpoint's port shows: FREE, SILENT or ODD (service/hosting.py), "serves" (this job), "tells"
+    (newcomers that this job has finished), "finished" (still lingering) or "past" (lingering, of another job).
 
     Raises:
         ConfigurationError: A scheduler of another job is there.
         RefusedError: The server there does not accept the credentials, or is no scheduler.
     """
-    from chaos_lightning.control.channel import fetch_status
+    from chaos_lightning.control.requests import fetch_status
 
-    if not listens(endpoint):
-        return "free"
-    try:
-        status = fetch_status(endpoint, token, timeout_s=2.0, follow=False)
-    except SchedulerUnreachableError:
-        return "odd" if is_another_kind(*split_endpoint(endpoint)) else "silent"
+    status = facts_at(endpoint, lambda: fetch_status(endpoint, token, timeout_s=2.0, follow=False))
+    if isinstance(status, str):
+        return status
     if status.get("job") != job and status.get("finished") and status.get("hosted"):
         return "past"
     _check_job(endpoint, job, status)
@@ -154,7 +97,7 @@ def is_over(config: EngineConfig, options: SchedulerOptions, secret: Secret, *, 
         ConfigurationError: A scheduler of another job is there.
         RefusedError: The server there does not accept the credentials, or is no scheduler.
     """
-    from chaos_lightning.control.channel import fetch_status
+    from chaos_lightning.control.requests import fetch_status
 
     try:
         status = fetch_status(config.endpoint, secret, timeout_s=2.0)
@@ -177,7 +120,7 @@ def ensure_scheduler(
     timeout_s: float = 30.0,
     given_up: Callable[[], bool] = lambda: False,
     chain: str = "",
-) -> HostedScheduler | None:
+) -> HostedProcess | None:
     """Starts a scheduler at `options.listen` if that is a free port of this machine; returns it, or None if none was
     started.
 
@@ -196,100 +139,98 @@ def ensure_scheduler(
         SchedulerUnreachableError: The scheduler was started, but ended or did not answer; the message quotes its log.
     """
     host, _ = split_endpoint(options.listen)
-    job = options.settings.job
     if not is_local(host) or (continue_only and options.store == MEMORY):
         return None
     check_bind(host, token)
     check_settings(options.settings)
-    started: HostedScheduler | None = None
-    begun = told = time.monotonic()
-    odd_since: float | None = None
-    while not given_up():
-        found = look(options.listen, job, token)
-        now = time.monotonic()
-        odd_since = (odd_since or now) if found == "odd" else None
-        if found in ("serves", "tells"):
-            return started if started is not None and _serves_itself(started, token) else None
-        if found == "past" and not continue_only:
-            _end_past(options.listen, job, token)
-        if found == "finished" and continue_only:
-            raise RefusedError(f"job {job!r} is finished; nothing is left to do")
-        if found == "free":
-            if not _lives(started):
-                if started is not None:
-                    words = last_words(started.log)
-                    if GAVE_WAY in words:
-                        logger.warning("job %s waits for the scheduler that its members know: %s", job, words)
-                        return None
-                    raise SchedulerUnreachableError(f"the scheduler ended at once; {words}")
-                if _gave_way(options):
-                    return None
-                if continue_only and (_finished(options) or (not serves_end and _stored(options).finished)):
-                    raise RefusedError(f"job {job!r} is finished; nothing is left to do")
-                if chain and (held := _stored(options).chain) != chain:
-                    raise StoreError(
-                        f"no scheduler is started at {options.listen}: job {job} goes by chain {short(chain)}, and "
-                        f"{options.store or options.store_path} holds {f'chain {short(held)}' if held else 'none'}. "
-                        "Start one there on the store that holds it"
-                    )
-                again = _begins_again(options)
-                started = _spawn(options, Credentials.of(token))
-                if again:
-                    logger.info(
-                        "job %r was finished; a new job by that name begins at %s, from the state that its members "
-                        "start with (%s)",
-                        job,
-                        options.listen,
-                        "etcd holds no old chains"
-                        if options.in_etcd
-                        else f"the old one is beside {options.store_path}",
-                    )
-        elif odd_since is not None and now - odd_since > _ODD_LISTENER_PATIENCE_S and not _lives(started):
-            what = f"something listens that is no scheduler{named(options.listen)}"
-            raise RefusedError(f"at {options.listen} {what}; choose another port")
-        left = begun + timeout_s - now
-        if left <= 0 or now - told > TELL_S:
-            told = now
-            what = "the finished job's scheduler does not end" if found == "finished" else "no answer"
-            words = f"{what} at {options.listen}{named(options.listen)}"
-            words += f"; {last_words(started.log)}" if started is not None else ""
-            if left <= 0:
-                raise SchedulerUnreachableError(f"{words}; waited for {timeout_s:g} s")
-            logger.warning("job %s waits for its scheduler: %s; gives up in %.0f s", job, words, left)
-        time.sleep(_LOOK_INTERVAL_S)
-    return None
+    starter = _Starter(options, Credentials.of(token), continue_only, serves_end, chain)
+    return ensure(starter, timeout_s, given_up)
+
+
+@dataclass(frozen=True)
+class _Starter:
+    """A job's scheduler, as `ensure` starts it."""
+
+    options: SchedulerOptions
+    secret: Credentials
+    continue_only: bool
+    serves_end: bool
+    chain: str
+    what = "scheduler"
+
+    @property
+    def listen(self) -> str:
+        return self.options.listen
+
+    @property
+    def job(self) -> str:
+        return self.options.settings.job
+
+    def look(self) -> str:
+        found = look(self.listen, self.job, self.secret)
+        if found == "past" and not self.continue_only:
+            _end_past(self.listen, self.job, self.secret)
+        if found == "finished" and self.continue_only:
+            raise self._finished()
+        return found
+
+    def serves(self, found: str) -> bool:
+        return found in ("serves", "tells")
+
+    def over(self, found: str) -> bool:
+        return found == "finished"
+
+    def _finished(self) -> RefusedError:
+        return RefusedError(f"job {self.job!r} is finished; nothing is left to do")
+
+    def start(self) -> HostedProcess | None:
+        options = self.options
+        if _gave_way(options):
+            return None
+        if self.continue_only and (_finished(options) or (not self.serves_end and _stored(options).finished)):
+            raise self._finished()
+        if self.chain and (held := _stored(options).chain) != self.chain:
+            raise StoreError(
+                f"no scheduler is started at {options.listen}: job {self.job} goes by chain {short(self.chain)}, and "
+                f"{options.store or options.store_path} holds {f'chain {short(held)}' if held else 'none'}. "
+                "Start one there on the store that holds it"
+            )
+        again = _begins_again(options)
+        started = _spawn(options, self.secret)
+        if again:
+            logger.info(
+                "job %r was finished; a new job by that name begins at %s, from the state that its members start with "
+                "(%s)",
+                self.job,
+                options.listen,
+                "etcd holds no old chains" if options.in_etcd else f"the old one is beside {options.store_path}",
+            )
+        return started
+
+    def ended(self, started: HostedProcess) -> bool:
+        words = last_words(started.log)
+        if GAVE_WAY not in words:
+            raise SchedulerUnreachableError(f"the scheduler ended at once; {words}")
+        logger.warning("job %s waits for the scheduler that its members know: %s", self.job, words)
+        return False
+
+    def lost(self, started: HostedProcess) -> str:
+        return ""
+
+    def answers(self, started: HostedProcess) -> bool:
+        from chaos_lightning.control.requests import fetch_status
+
+        return fetch_status(started.endpoint, self.secret, follow=False).get("pid") == started.pid
 
 
 def chain_at(endpoint: str, token: Secret) -> str:
     """Returns the id of the chain that the scheduler at `endpoint` leads with members connected; "" if there is
     none.
     """
-    from chaos_lightning.control.channel import fetch_status
+    from chaos_lightning.control.requests import fetch_status
 
     machine = fetch_status(endpoint, token, timeout_s=2.0).get("machine", {})
     return str(machine.get("chain", "")) if machine.get("counts", {}).get("connected") else ""
-
-
-def _lives(started: HostedScheduler | None) -> bool:
-    return started is not None and started.alive()
-
-
-def named(endpoint: str) -> str:
-    """Returns a text about the process that listens at an endpoint's port; "" if it cannot be seen."""
-    who = who_listens(split_endpoint(endpoint)[1])
-    return f": {who}" if who else ""
-
-
-def _serves_itself(started: HostedScheduler, token: Secret) -> bool:
-    """Returns whether the scheduler that this process started is the one that answers; another may have taken the port
-    first.
-    """
-    from chaos_lightning.control.channel import fetch_status
-
-    try:
-        return started.alive() and fetch_status(started.endpoint, token, follow=False).get("pid") == started.pid
-    except SchedulerUnreachableError:
-        return False  # it has ended since it was seen, as one does that gives the endpoint up
 
 
 def _stored(options: SchedulerOptions) -> Tip:
@@ -311,12 +252,12 @@ def _finished(options: SchedulerOptions) -> bool:
 
 def _end_past(endpoint: str, job: str, secret: Secret) -> None:
     """Ends another job's finished scheduler, which lingers on this endpoint only to answer newcomers."""
-    from chaos_lightning.control.channel import fetch_status
+    from chaos_lightning.control.requests import fetch_status
 
     status = fetch_status(endpoint, secret, timeout_s=2.0, follow=False)
     if status.get("job") != job and status.get("finished") and status.get("hosted"):
         pid = int(status["pid"])
-        HostedScheduler(endpoint, pid, start_time(pid), Path(), None).stop()
+        HostedProcess(endpoint, pid, start_time(pid), Path(), None).stop()
 
 
 def _begins_again(options: SchedulerOptions) -> bool:
@@ -350,7 +291,7 @@ def _gave_way(options: SchedulerOptions) -> bool:
     return ended_s < GAVE_WAY_PAUSE_S and GAVE_WAY in last_words(log)
 
 
-def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
+def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedProcess:
     path, log = options.store_path, _log_of(options)
     arguments = replace(
         absolute(options),
@@ -359,57 +300,8 @@ def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
         keys_dir=secret.keys_dir,
         token_file="",
     ).arguments()
-    pid = start_detached("chaos_lightning.control.scheduler_main", arguments, log, secret)
-    return HostedScheduler(options.listen, pid, start_time(pid), log, path)
-
-
-def start_detached(
-    module: str, arguments: Sequence[str], log: Path, secret: Credentials, what: str = "a scheduler"
-) -> int:
-    """Starts one of our programs so that it outlives this process and its session; returns its process id.
-
-    Args:
-        module: Module of the program; its `main` takes `--detach=LOG` (scheduler_main.detach).
-        arguments: Arguments of the program's command line.
-        log: File that its output goes to.
-        secret: A bare token is handed over in its environment; a folder of keys stands in its arguments.
-        what: Text that names the program, for errors.
-
-    Raises:
-        SchedulerUnreachableError: The program could not be started.
-    """
-    command = [sys.executable, "-m", module, *arguments, f"--detach={log}"]
-    ours = ("CHAOS_TOKEN", "CHAOS_TOKEN_FILE", "CHAOS_KEYS_DIR")
-    environment = {k: v for k, v in os.environ.items() if k not in ours}
-    if secret.bare_token:
-        environment["CHAOS_TOKEN"] = os.fsdecode(secret.bare_token)
-    # Found also from a source tree that is not installed, and by a worker that changed its directory.
-    root = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env=environment,
-        start_new_session=True,
-        check=False,
-        timeout=30.0,
-    )
-    if done.returncode != 0 or not done.stdout.strip().isdigit():
-        raise SchedulerUnreachableError(
-            f"{what} could not be started ({' '.join(command[:3])} exited with {done.returncode}): "
-            f"{done.stderr.decode(errors='replace').strip()[-500:]}"
-        )
-    return int(done.stdout)
-
-
-def last_words(log: Path) -> str:
-    """Returns the last lines of a detached process's log as text."""
-    try:
-        lines = log.read_text(errors="replace").strip().splitlines()
-    except OSError as error:
-        return f"its log {log} cannot be read: {error}"
-    return f"its log {log} ends with: " + (" | ".join(lines[-3:]) or "nothing")
+    pid = start_detached("chaos_lightning.control.scheduler_main", arguments, log, secret, "a scheduler")
+    return HostedProcess(options.listen, pid, start_time(pid), log, path)
 
 
 def options_for_engine(config: EngineConfig) -> SchedulerOptions:
@@ -446,7 +338,7 @@ def host_for_engine(
     continue_only: bool = False,
     given_up: Callable[[], bool] = lambda: False,
     chain: str = "",
-) -> HostedScheduler | None:
+) -> HostedProcess | None:
     """Starts a scheduler for a member by `ensure_scheduler`: at its start, and (`continue_only`) when its scheduler was
     lost.
 

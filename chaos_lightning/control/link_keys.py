@@ -1,21 +1,16 @@
 """Makes the keys of protected links in the scheduler, and gives each member those of its own links.
 
-Theory of operation. A key belongs to a pair of member incarnations and a view; it is derived from a random secret of
-this scheduler process, which is kept nowhere else: not in the chain, an event or a status. `KeyIssuer.with_keys` looks
-at each message that is about to be sent and puts the keys of the links that it names before it, at both ends: a
-newcomer is told whom to open links with (OpenLinks), all members of a view (NextView, Decide). Who is welcomed,
-for the first time or again, gets all keys of its links that this process has made.
+Theory of operation. A key (service/keys.py) belongs to a pair of member incarnations and a view. `KeyIssuer.with_keys`
+looks at each message that is about to be sent and puts the keys of the links that it names before it, at both ends: a
+newcomer is told whom to open links with (OpenLinks), all members of a view (NextView, Decide). Who is welcomed, for the
+first time or again, gets all keys of its links that this process has made.
 
-Another scheduler has another secret. Links that stand need none; one that breaks is made again by a key that both its
-ends have, whoever made it; and the next view gives new ones to all. Keys of members that are gone are declared void to
-all, also of those that a scheduler before this one let in: it may have died before it could say so.
+Another scheduler has another secret, and the next view gives new keys to all. Keys of members that are gone are
+declared void to all, also of those that a scheduler before this one let in: it may have died before it could say so.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
-import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
@@ -34,22 +29,14 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
-from chaos_lightning.transport.sealing import KEY_NBYTES, Level
+from chaos_lightning.service.keys import KeyMaker, levels
+from chaos_lightning.transport.sealing import Level
 
 _MAX_VOID = 1024
 """Largest number of members that are gone, the last ones, of which a member is told that is welcomed again."""
 
 Messages = list[tuple[int, ToMember]]
 """(number of a member's stream, what to send there)."""
-
-
-def levels(rule: str, *, secret_channel: bool) -> tuple[Level, Level]:
-    """Returns the least protection of links between machines and of links within one, as the setting `links`
-    demands.
-    """
-    if rule != "auto":
-        return Level(rule), Level(rule)
-    return (Level.ENCRYPTED if secret_channel else Level.CHECKSUM), Level.CHECKSUM
 
 
 class KeyIssuer:
@@ -66,7 +53,7 @@ class KeyIssuer:
         self._rule = settings.links
         self._remote, self._local = levels(settings.links, secret_channel=secret_channel)
         self._keyed = secret_channel or self._local is not Level.CHECKSUM
-        self._secret = os.urandom(KEY_NBYTES)
+        self._maker = KeyMaker()
         self._members_at: dict[int, str] = {}
         """Member of each stream."""
         self._stream_of: dict[str, int] = {}
@@ -157,7 +144,6 @@ class KeyIssuer:
 
     def _key(self, a: str, b: str, view: ViewId) -> tuple[LinkKey, LinkKey]:
         """Returns the key of a link twice: as told to member `b`, and as told to member `a`."""
-        what = json.dumps([self._job, *sorted((a, b)), str(view)]).encode()
-        key = hmac.digest(self._secret, what, "sha256")
-        name = f"{view}-{hmac.digest(key, b'name', 'sha256')[:8].hex()}"
+        name, key = self._maker.key(self._job, *sorted((a, b)), str(view))
+        name = f"{view}-{name}"
         return LinkKey(a, name, key), LinkKey(b, name, key)

@@ -6,11 +6,8 @@ To add an option, write a field into `SchedulerOptions`, and use it: `chaos-ligh
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,30 +15,21 @@ from typing import Any
 
 from chaos_lightning.declared import Setting, at_least, check_each, command_line, declared, document, same_as, setting
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.events import FORGOTTEN_S, forget_old
-from chaos_lightning.machine.addresses import WILDCARDS, join_endpoint, split_endpoint
+from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.planning.plans import plan_from
 from chaos_lightning.planning.trees import check_plan
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Secret
-from chaos_lightning.settings import DEFAULT_ENDPOINT, EngineConfig, absolute_path
+from chaos_lightning.service.options import ETCD, MEMORY, absolute_store, log_folder, state_folder
+from chaos_lightning.settings import DEFAULT_ENDPOINT, EngineConfig
 
 _log = logging.getLogger("chaos_lightning")
 
-ETCD = "etcd://"
-"""Beginning of the address of a store in etcd."""
-MEMORY = ":memory:"
-"""Store that keeps the chain in memory only. For tests; the job dies with the scheduler."""
 GAVE_WAY = "it gives the endpoint up"
 """Beginning of the reason with which a scheduler ends that a member has started, where members know what its store
 lacks.
 """
-
-
-def absolute_store(text: str) -> str:
-    """Returns a store's name that is valid in every working directory: file paths become absolute."""
-    return text if text.startswith(ETCD) else absolute_path(text, ("", MEMORY))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,100 +110,6 @@ HOSTED: Mapping[str, Setting] = {
 def default_store(job: str, port: int) -> Path:
     """Returns `$XDG_STATE_HOME/chaos-lightning/<job>-<port>/chain.sqlite` (~/.local/state by default)."""
     return state_folder(job, port) / "chain.sqlite"
-
-
-def state_folder(name: str, port: int) -> Path:
-    """Returns `$XDG_STATE_HOME/chaos-lightning/<name>-<port>`, the default folder for the state of a service at this
-    port.
-
-    Raises:
-        ConfigurationError: This user has no home, and the variable is not set.
-    """
-    try:
-        root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    except RuntimeError:
-        raise ConfigurationError("this user has no home directory: set XDG_STATE_HOME, or name a folder") from None
-    safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
-    return Path(root) / "chaos-lightning" / f"{safe}-{port}"
-
-
-def log_folder(log_dir: str, name: str, port: int, *, beside: bool = False) -> Path | None:
-    """Returns the folder for the event log of a process of this job; None if events are not logged.
-
-    Args:
-        log_dir: Setting `log_dir`, as the user gave it.
-        name: Name of the job, or of another service that has a state folder.
-        port: Port of its endpoint.
-        beside: Whether the default is a folder beside the state folder, not in it: the state folder is put away at
-            the job's end.
-    """
-    if log_dir in ("", "none"):
-        return None
-    if log_dir != "auto":
-        return Path(log_dir)
-    try:
-        folder = state_folder(name, port)
-    except ConfigurationError as error:  # a container's user without a home trains all the same
-        _log.warning("events are logged nowhere: %s by log_dir", error)
-        return None
-    return folder.with_name(f"{folder.name}-events") if beside else folder / "events"
-
-
-def default_log_folders() -> list[Path]:
-    """Returns the folders of event logs that `log_folder` chose by default for jobs of this machine.
-
-    Raises:
-        ConfigurationError: This user has no home.
-    """
-    root = state_folder("", 0).parent
-    return [*root.glob("*/events"), *root.glob("*-events")]
-
-
-def forget_logs(log_dir: str) -> None:
-    """Deletes old event logs in the default folders of this machine's jobs; call it after opening the process's own
-    log.
-
-    Each process that logs there does it, for many a machine hosts no scheduler that could.
-
-    Args:
-        log_dir: The process's own, as the user gave it.
-    """
-    now = time.time()
-    with contextlib.suppress(ConfigurationError, OSError):
-        for folder in default_log_folders() if log_dir == "auto" else ():
-            unused = now - folder.stat().st_mtime > FORGOTTEN_S  # nobody has just made it, to log there
-            forget_old(folder, now)
-            if unused:
-                with contextlib.suppress(OSError):  # files that are left keep it
-                    folder.rmdir()
-
-
-def check_advertise(text: str, where: str, store: str = ETCD) -> str:
-    """Checks the address under which a candidate is announced to others; returns it normalized, "" if it is where it
-    listens.
-
-    Args:
-        text: HOST:PORT, or "".
-        where: Words of the user before the address, for the error message.
-        store: The scheduler's store, which candidates must be able to share.
-
-    Raises:
-        ConfigurationError: The address cannot be called, or the store does not announce it to others.
-    """
-    if not text:
-        return ""
-    try:
-        host, port = split_endpoint(text)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{where}{text}: expected HOST:PORT ({error})") from error
-    if host in WILDCARDS or not port or {",", "+"} & set(host):
-        raise ConfigurationError(f"{where}{text}: nobody can call that; name the one place at which others reach it")
-    if not store.startswith(ETCD):
-        raise ConfigurationError(
-            f"{where}{text}: only candidates with their chain in etcd are named to others (store=etcd://...); one "
-            "scheduler is reached at the endpoint"
-        )
-    return join_endpoint(host, port)
 
 
 def settings_to_json(settings: Settings) -> str:

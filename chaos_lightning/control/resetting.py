@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import os
 
-from chaos_lightning.control.chain import JobChain, open_chain
-from chaos_lightning.control.options import HOSTED, MEMORY, SchedulerOptions, folder_beside
+from chaos_lightning.control.job_chain import JobChain, open_chain
+from chaos_lightning.control.options import HOSTED, SchedulerOptions, folder_beside
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine.addresses import is_local, split_endpoint, split_endpoints
 from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import Member, ViewId
 from chaos_lightning.security.credentials import Secret
+from chaos_lightning.service.options import MEMORY
 
 
 def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force: bool) -> str:
@@ -36,7 +37,7 @@ def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force
         SchedulerUnreachableError: No scheduler answers, and the chain is on another machine.
         ConfigurationError, StoreError: The chain cannot be ended here.
     """
-    from chaos_lightning.control.channel import fetch_status, reset
+    from chaos_lightning.control.requests import fetch_status, reset
 
     try:
         chain = str(fetch_status(endpoint, secret).get("machine", {}).get("chain", ""))

@@ -10,38 +10,38 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from chaos_lightning.control.options import (
     SchedulerOptions,
     SchedulerServerConfig,
     change_settings,
-    check_advertise,
     check_settings,
     default_store,
     settings_from_json,
 )
-from chaos_lightning.declared import Setting, add_options, declared, read_options
-from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.declared import Setting, declared, read_options
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
 from chaos_lightning.machine.descriptors import allow_descriptors
 from chaos_lightning.machine.signals import ends
-from chaos_lightning.machine.terminal import TerminalGuard, printable
+from chaos_lightning.machine.terminal import TerminalGuard
 from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.service.main import EXIT_FAILED, EXIT_OK, detach, exit_code, options_parser
+from chaos_lightning.service.options import check_advertise
 from chaos_lightning.settings import EngineConfig
 
 if TYPE_CHECKING:
-    from chaos_lightning.control.candidacy import EtcdCandidacy
-    from chaos_lightning.control.server import SchedulerServer
-    from chaos_lightning.control.store import Store
+    from chaos_lightning.control.etcd_rules import EtcdRules
+    from chaos_lightning.control.scheduler_server import SchedulerServer
+    from chaos_lightning.service.store import Store
 
 HELP = """\
 Run a job's scheduler in the foreground.
@@ -57,24 +57,20 @@ OPTIONS: Mapping[str, Setting] = {
     **declared(SchedulerOptions),
 }
 """Options of the command, by the fields' names; other rules are given by --set."""
-_AGAIN_S = 0.2
 _ALL_DESCRIPTORS = 1 << 30
 _PER_MEMBER_WITH_KEYS = 3
 """Number of connections per member: to the TLS proxy, and both ends of the one between it and gRPC."""
 _OTHER_DESCRIPTORS = 64
 """Number of descriptors of the store, the log and gRPC, and of callers that are about to be refused."""
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 
 
 def open_store(options: SchedulerOptions) -> Store:
     """Opens the chain; archives a finished one first, unless it is to be kept or newcomers are still told of its
     end.
     """
-    from chaos_lightning.control.chain import JobChain
-    from chaos_lightning.control.memory_store import MemoryStore
-    from chaos_lightning.control.sqlite_store import SqliteStore, archive
+    from chaos_lightning.control.job_chain import JobChain
+    from chaos_lightning.service.memory_store import MemoryStore
+    from chaos_lightning.service.sqlite_store import SqliteStore, archive
 
     path, job = options.store_path, options.settings.job
     if path is None:
@@ -87,16 +83,16 @@ def open_store(options: SchedulerOptions) -> Store:
     return SqliteStore(path, job, exclusive=True)
 
 
-def _candidacy(options: SchedulerOptions, *, followed: bool) -> EtcdCandidacy | None:
-    """Returns the candidacy for a scheduler whose chain is in etcd, where one of several leads; None for other
+def _rules(options: SchedulerOptions, *, followed: bool) -> EtcdRules | None:
+    """Returns rules and candidacy for a scheduler whose chain is in etcd, where one of several leads; None for other
     stores.
     """
     if not options.in_etcd:
         return None
-    from chaos_lightning.control.candidacy import EtcdCandidacy
-    from chaos_lightning.control.etcd_address import read_address
+    from chaos_lightning.control.etcd_rules import EtcdRules
+    from chaos_lightning.service.etcd_address import read_address
 
-    return EtcdCandidacy(
+    return EtcdRules(
         read_address(options.store),
         options.settings.job,
         keep_finished=options.keep_finished,
@@ -157,98 +153,55 @@ def run(options: SchedulerOptions) -> int:
     """Runs a scheduler until the job finishes, nobody connects for long, a signal comes or it fails; returns the exit
     code.
     """
-    from chaos_lightning.control.server import CANNOT_LEAD, serve
+    from chaos_lightning.control.scheduler_server import SchedulerServer
     from chaos_lightning.control.upkeep import clean_up
     from chaos_lightning.events.events import EventLog
+    from chaos_lightning.service.server import CANNOT_LEAD, keep_standing, serve
 
     config = _server_config(options)
     keys = Credentials.of(config.token).keys is not None
     if words := _take_all_descriptors(options.settings.max_nodes, keys=keys):
         _say(f"warning: {words}")
     servers: list[SchedulerServer] = []
+    look = True
 
     def on_started(server: SchedulerServer) -> None:
-        servers.append(server)
         loop = asyncio.get_running_loop()
         for number in ends():
             loop.add_signal_handler(number, server.asked_to_end, f"stopped by {number.name}")
         _announce(server, options)
+
+    def once(followed: bool) -> tuple[str, bool]:
+        here = replace(config, owed=servers.pop().owed if servers else None)
+        rules = _rules(options, followed=followed)
+        if rules is None:
+            server = SchedulerServer(here, lambda: open_store(options), events)
+        else:
+            if look and (words := rules.check(config.settings)):
+                _say(words)
+            server = SchedulerServer(here, rules.open_store, events, candidacy=rules.candidacy, rules=rules.rules)
+        servers.append(server)
+        return asyncio.run(serve(server, on_started))
+
+    def again(reason: str) -> bool:
+        nonlocal look
+        look = CANNOT_LEAD in reason  # what lies in etcd may be damaged: then it must not be tried for ever
+        if options.in_etcd:
+            _say(f"scheduler of job {options.settings.job} stands by again: {reason}")
+        return options.in_etcd
 
     own = options.store_path
     if own is not None and own == default_store(options.settings.job, split_endpoint(options.listen)[1]):
         for path in clean_up(own, time.time(), options.settings.finished_s):
             _say(f"{path} is removed: its job is finished")
     with EventLog.in_directory(options.log_folder, options.settings.job, role="scheduler") as events:
-        first = look = True
-        while True:
-            candidacy = _candidacy(options, followed=not first)
-            if candidacy is not None and look and (words := candidacy.check(config.settings)):
-                _say(words)
-            open_it = candidacy.open_store if candidacy is not None else lambda: open_store(options)
-            reason, failed = asyncio.run(serve(config, open_it, events, on_started=on_started, candidacy=candidacy))
-            if candidacy is None or not failed:
-                break
-            _say(f"scheduler of job {options.settings.job} stands by again: {reason}")
-            config = replace(config, owed=servers.pop().owed if servers else config.owed)
-            first = False
-            look = CANNOT_LEAD in reason  # what lies in etcd may be damaged: then it must not be tried for ever
-            time.sleep(_AGAIN_S)
+        reason, failed = keep_standing(once, again)
     _say(f"scheduler of job {options.settings.job} ends: {reason}")
     return EXIT_FAILED if failed else EXIT_OK
 
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def detach(log: Path) -> None:
-    """Moves this process to the background, in a session of its own with output to `log`; the parent prints its id and
-    ends.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    pid = os.fork()
-    if pid:
-        os.write(1, f"{pid}\n".encode())
-        os._exit(EXIT_OK)
-    os.setsid()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.close(nothing)
-    os.close(output)
-    # A relative working directory must not keep a file system busy that its user wants to unmount.
-    os.chdir("/")
-
-
-class HelpFormat(argparse.RawDescriptionHelpFormatter):
-    """Format of argparse's help that looks like that of the other commands."""
-
-    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
-        super().add_usage(usage, actions, groups, prefix or "Usage: ")
-
-
-def options_parser(name: str, words: str, options: Mapping[str, Setting], epilog: str = "") -> argparse.ArgumentParser:
-    """Returns a parser for a command with these options; values stay text, for `read_options`."""
-    made = argparse.ArgumentParser(
-        prog=f"chaos-lightning {name}",
-        description=words,
-        epilog=epilog or None,
-        formatter_class=HelpFormat,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    add_options(made, options)
-    return made
-
-
-def exit_code(work: Callable[[], int]) -> int:
-    """Runs a command's work, and prints the error that ends it; returns the exit code."""
-    try:
-        return work()
-    except ChaosError as error:
-        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
-        return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
 
 
 def parser() -> argparse.ArgumentParser:

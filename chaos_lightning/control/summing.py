@@ -2,7 +2,7 @@
 
 Theory of operation. A scheduler that starts reads its whole chain, and each view adds to it. So after every EVERY
 records the scheduler appends one that says what they come to, and the store drops them in the same moment
-(control/store.py). It has the last two views as they are, of those before what is still asked (membership/past.py), all
+(service/store.py). It has the last two views as they are, of those before what is still asked (membership/past.py), all
 numbers that were given out, the wishes that hold, and the last step. What a scheduler reads from there on is what it
 would have read from the uncut chain: `summed` makes the same of both.
 

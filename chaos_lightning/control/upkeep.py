@@ -10,14 +10,14 @@ be read, or whose scheduler lives.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from pathlib import Path
 
-from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.job_chain import JobChain
 from chaos_lightning.control.options import FINAL
-from chaos_lightning.control.sqlite_store import FileLock, SqliteStore
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import FORGOTTEN_S
+from chaos_lightning.service.sqlite_store import SqliteStore
+from chaos_lightning.service.upkeep import remove_unless_served
 
 CHAINS_LEFT = 8
 
@@ -37,8 +37,7 @@ def clean_up(chain: Path, now: float, finished_s: float) -> list[Path]:
     gone: list[Path] = []
     for final in sorted(chain.parent.parent.glob(f"*/kept/{FINAL}")):
         with contextlib.suppress(OSError):
-            if now - final.stat().st_mtime > finished_s and _free(final):
-                shutil.rmtree(final)
+            if now - final.stat().st_mtime > finished_s and remove_unless_served(final, final):
                 gone.append(final)
     with contextlib.suppress(OSError):
         old = sorted(chain.parent.glob(f"{chain.stem}.finished-*{chain.suffix}"), key=lambda p: p.stat().st_mtime)
@@ -53,28 +52,14 @@ def clean_up(chain: Path, now: float, finished_s: float) -> list[Path]:
     return gone
 
 
-def _free(final: Path) -> bool:
-    """Returns whether no process is writing or reading a final state."""
-    lock = FileLock(final)
-    try:
-        return lock.take()
-    finally:
-        lock.close()
-
-
 def _removes(folder: Path, now: float) -> bool:
     """Deletes a folder if its job finished long ago and no scheduler uses its chain; returns whether it did."""
     chain = folder / "chain.sqlite"
     if not chain.is_file() or now - max(path.stat().st_mtime for path in folder.rglob("*")) <= FORGOTTEN_S:
         return False
-    lock = FileLock(chain)
-    try:
-        if not lock.take():
-            return False
+
+    def finished() -> bool:
         with JobChain(SqliteStore(chain, read_only=True)) as store:
-            if not store.tip().finished:
-                return False
-        shutil.rmtree(folder)  # while the lock is held: nobody begins anew in it meanwhile
-        return True
-    finally:
-        lock.close()
+            return store.tip().finished
+
+    return remove_unless_served(folder, chain, finished)

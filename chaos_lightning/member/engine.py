@@ -24,7 +24,6 @@ from chaos_lightning.collectives.accumulation import Accumulation
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.control.hosting import host_for_engine
-from chaos_lightning.control.options import forget_logs, log_folder
 from chaos_lightning.errors import (
     ChaosError,
     ConfigurationError,
@@ -81,6 +80,7 @@ from chaos_lightning.replication.replay import Replay
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.security.credentials import Credentials, check_bind
+from chaos_lightning.service.options import forget_logs, log_folder
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.transport.frames import FrameType
 from chaos_lightning.transport.links import Links

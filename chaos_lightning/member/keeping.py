@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from chaos_lightning.control.options import FINAL, HOSTED, folder_beside
-from chaos_lightning.control.sqlite_store import FileLock
 from chaos_lightning.errors import ChaosError, StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import split_endpoint
@@ -46,6 +45,7 @@ from chaos_lightning.replication import kept as files
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.part_state import PartAccess, part_hashes, part_name
 from chaos_lightning.replication.table import state_hash
+from chaos_lightning.service.sqlite_store import FileLock
 from chaos_lightning.settings import ON_LAST_EXIT, EngineConfig
 
 _log = logging.getLogger("chaos_lightning")

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chaos_lightning.control.commands import AsJson, Endpoint, KeysDir, TokenFile
-from chaos_lightning.control.options import default_log_folders, state_folder
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Tail, log_files
 from chaos_lightning.machine.terminal import print_json, printable
 from chaos_lightning.observe.following import AskedJob, Latest
 from chaos_lightning.observe.outer.board import OuterBoard
 from chaos_lightning.observe.render import Dashboard, draw, from_status, from_timeline, with_logs
+from chaos_lightning.service.options import default_log_folders, state_folder
 from chaos_lightning.settings import DEFAULT_ENDPOINT
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from chaos_lightning.control.options import log_folder, state_folder
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Record
 from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
 from chaos_lightning.observe.jobs import Live
 from chaos_lightning.observe.timeline import Timeline
+from chaos_lightning.service.options import log_folder, state_folder
 from chaos_lightning.settings import DEFAULT_ENDPOINT
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def outer_job(endpoint: str, secret: Secret, timeout_s: float) -> dict[str, Any]
         timeout_s: Seconds to wait for the answer.
     """
     from chaos_lightning.outer.exchange.control_client import fetch_facts
-    from chaos_lightning.outer.exchange.options import DEFAULT_SERVER, VARIABLE
+    from chaos_lightning.outer.exchange.server_options import DEFAULT_SERVER, VARIABLE
 
     if endpoint == DEFAULT_ENDPOINT:
         with contextlib.suppress(ChaosError):
@@ -94,7 +94,7 @@ class AskedJob(Generic[T]):
 
     def facts(self) -> dict[str, Any]:
         """Returns the scheduler's answer; raises the errors of `fetch_status`."""
-        from chaos_lightning.control.channel import fetch_status
+        from chaos_lightning.control.requests import fetch_status
 
         facts = fetch_status(self.endpoint, self.secret, self.timeout_s)
         if self.logged is None:

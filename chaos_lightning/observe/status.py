@@ -42,7 +42,7 @@ def status(
     Without --endpoint, where no scheduler is: the outer job of this machine's parameter server, as `ps status` does.
     Exit code 1 if neither answers; training may go on all the same, it needs none between events.
     """
-    from chaos_lightning.control.channel import fetch_all, fetch_status
+    from chaos_lightning.control.requests import fetch_all, fetch_status
 
     secret, show = Credentials.load(keys_dir, token_file), _show
     try:

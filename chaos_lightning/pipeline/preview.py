@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from chaos_lightning.control.channel import fetch_all
+from chaos_lightning.control.requests import fetch_all
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.machine.units import amount, duration, part
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate

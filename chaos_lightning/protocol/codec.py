@@ -437,9 +437,13 @@ class Envelope:
         """Encodes a message in its envelope as bytes."""
         return _serialize(self.wrap(value), self._limit)
 
+    def parse(self, data: bytes | bytearray | memoryview) -> Any:
+        """Decodes bytes from `encode` to a protobuf envelope; raises WireError if they are none."""
+        return _parse(self.message, data, self._limit)
+
     def decode(self, data: bytes | bytearray | memoryview) -> Any:
         """Decodes bytes from `encode` to the message in the envelope; raises WireError if they are malformed."""
-        return self.unwrap(_parse(self.message, data, self._limit))
+        return self.unwrap(self.parse(data))
 
 
 def _serialize(message: Any, limit: int) -> bytes:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROTOS = {
     "protocol/chaos": ("python_out",),
     "control/service": ("grpc_python_out",),
-    "control/etcd": ("python_out",),
+    "service/etcd": ("python_out",),
     "outer/exchange/outer": ("python_out", "grpc_python_out"),
 }
 """Outputs of protoc by .proto file; etcd's methods are called by name, as its messages have a package name of ours."""

@@ -39,6 +39,7 @@ from chaos_lightning.control.hosting import chain_at, ensure_scheduler, is_over,
 from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError
 from chaos_lightning.machine.addresses import is_local, split_endpoint
 from chaos_lightning.machine.orphan import VARIABLE, agent_mark
+from chaos_lightning.machine.restarts import RestartPolicy, Restarts
 from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.rendezvous.options import RendezvousOptions, read_options
 from chaos_lightning.rendezvous.polite import PoliteExit
@@ -70,7 +71,8 @@ class ChaosRendezvousHandler(RendezvousHandler):
         self._may_host = False
         self._chain = ""
         """Id of the chain by which the job goes, as its scheduler said last."""
-        self._told, self._pause_s = "", _LOOK_INTERVAL_S
+        self._told = ""
+        self._restarts = Restarts(RestartPolicy(2 * _LOOK_INTERVAL_S, 30 * _LOOK_INTERVAL_S))
         self._polite = PoliteExit(agent_mark(), self.patience_s)
         check_bind(options.config.bind, self._secret)
 
@@ -161,8 +163,9 @@ class ChaosRendezvousHandler(RendezvousHandler):
         once.
         """
         now = time.monotonic()
+        pause_s = self._restarts.pause_s if self._restarts.failures else _LOOK_INTERVAL_S
         looking = self._looking is not None and self._looking.is_alive()
-        if self._may_host and now - self._looked > min(self._pause_s, 30 * _LOOK_INTERVAL_S) and not looking:
+        if self._may_host and now - self._looked > pause_s and not looking:
             self._looked = now
             self._looking = threading.Thread(target=self._look, name="chaos-revive", daemon=True)
             self._looking.start()
@@ -173,11 +176,12 @@ class ChaosRendezvousHandler(RendezvousHandler):
         try:
             hosted = ensure_scheduler(options, self._secret, continue_only=True, serves_end=False, chain=self._chain)
             self._chain = chain_at(options.listen, self._secret) or self._chain
-            self._told, self._pause_s = "", _LOOK_INTERVAL_S
+            self._told = ""
+            self._restarts.well()
         except RefusedError:
             return
         except ChaosError as error:
-            self._pause_s = min(60.0, 2 * self._pause_s)
+            self._restarts.failed()
             if str(error) != self._told:
                 self._told = str(error)
                 logger.warning("the scheduler could not be started again: %s", error)

@@ -17,11 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chaos_lightning.control.options import (
-    ETCD,
     FOLLOWING,
     HOSTED,
     SchedulerOptions,
-    check_advertise,
     rules_of,
     settings_from_json,
     settings_to_json,
@@ -36,6 +34,7 @@ from chaos_lightning.machine.addresses import (
     split_endpoints,
 )
 from chaos_lightning.protocol.types import Settings
+from chaos_lightning.service.options import ETCD, check_advertise
 from chaos_lightning.settings import DEFAULT_ENDPOINT, EngineConfig, host_name, to_environment
 
 logger = logging.getLogger("chaos_lightning.rendezvous")

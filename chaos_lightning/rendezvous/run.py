@@ -46,12 +46,13 @@ from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
-from chaos_lightning.control.scheduler_main import HelpFormat
 from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.machine.restarts import RestartPolicy, Restarts
 from chaos_lightning.machine.signals import ExitSignals, say
 from chaos_lightning.rendezvous.handler import BACKEND, create_handler
 from chaos_lightning.rendezvous.options import conf_help
 from chaos_lightning.rendezvous.polite import asking, pass_on
+from chaos_lightning.service.main import HelpFormat
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
 
@@ -118,16 +119,16 @@ class Worker:
     Attributes:
         rank: LOCAL_RANK of the worker.
         context: Context of the process that runs now.
-        failures: Number of failures in a row.
         restarts: Number of restarts so far.
+        pauses: Pauses between them.
         code: Exit code of its last process, once it is not started again.
         last: Exit code of its last failure.
     """
 
     rank: int
     context: PContext | None = None
-    failures: int = 0
     restarts: int = 0
+    pauses: Restarts = field(default_factory=lambda: Restarts(RestartPolicy(FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S)))
     code: int | None = None
     last: int = 0
     began: float = 0.0
@@ -222,9 +223,8 @@ class NodeWorkers:
 
     def _put_off(self, worker: Worker, what: str) -> None:
         now = time.monotonic()
-        worker.failures = 1 if now - worker.began > STEADY_S else worker.failures + 1
         worker.restarts += 1
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (worker.failures - 1))
+        pause_s = worker.pauses.failed(now - worker.began)
         worker.due = now + pause_s
         others = sum(w.context is not None for w in self._workers)
         self._say(

@@ -33,13 +33,13 @@ from typing import Any
 import grpc
 
 from chaos_lightning.control.agent import Agent
-from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.options import SchedulerServerConfig
-from chaos_lightning.control.server import SchedulerServer
+from chaos_lightning.control.scheduler_server import SchedulerServer
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.codec import FROM_MEMBER, TO_MEMBER
 from chaos_lightning.protocol.types import NO_VIEW, Heartbeat, Ready, Settings, ToMember, Welcome
+from chaos_lightning.service.memory_store import MemoryStore
 from lab.fuzz import mutate
 from lab.fuzz.messages import each, mutation
 from lab.fuzz.readers import hello
@@ -252,9 +252,9 @@ class _Proxied:
     """TLS proxy with a scheduler behind it, and a well-behaved member that is connected through it."""
 
     def __init__(self) -> None:
-        from chaos_lightning.control.tls_proxy import TlsProxy
         from chaos_lightning.security import keyfiles
         from chaos_lightning.security.credentials import KeyFolder
+        from chaos_lightning.service.tls_proxy import TlsProxy
 
         folder = Path(tempfile.mkdtemp(prefix="chaos-fuzz-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

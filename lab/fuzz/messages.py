@@ -19,7 +19,6 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from chaos_lightning.control.store import StoreRecord
 from chaos_lightning.errors import StoreError, WireError
 from chaos_lightning.outer.exchange.vocabulary import OUTER, body_bytes, entry_of
 from chaos_lightning.outer.rules.types import Body
@@ -28,6 +27,7 @@ from chaos_lightning.protocol.changes import change_to, changed
 from chaos_lightning.protocol.codec import JOB, Envelope, Vocabulary
 from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import LinkSpec, Member, Span, View, ViewId
+from chaos_lightning.service.store import StoreRecord
 from lab.fuzz import mutate
 from lab.fuzz.target import FindingError, Target
 

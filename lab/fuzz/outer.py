@@ -16,7 +16,6 @@ from random import Random
 
 import torch
 
-from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.errors import ConfigurationError, StateError, StoreError, WireError
 from chaos_lightning.outer.cluster.elastic import NewcomerFacts
 from chaos_lightning.outer.exchange.kernel import OuterState
@@ -36,12 +35,13 @@ from chaos_lightning.outer.rules.cluster import ClusterMachine, Missed
 from chaos_lightning.outer.rules.follower import FollowerMachine
 from chaos_lightning.outer.rules.grid import Grid
 from chaos_lightning.outer.rules.leader import LeaderMachine
-from chaos_lightning.outer.rules.plain import read_text, text_of
 from chaos_lightning.outer.rules.ranks_machine import RankSays, RanksMachine
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.summaries import summary_of
 from chaos_lightning.outer.rules.types import NO_VERSION
 from chaos_lightning.outer.server.chain_store import load_chain
+from chaos_lightning.protocol.plain import read_text, text_of
+from chaos_lightning.service.memory_store import MemoryStore
 from lab.fuzz import mutate
 from lab.fuzz.messages import Record, each, mutation
 from lab.fuzz.target import EndedError, FindingError, Target, settle

@@ -192,10 +192,10 @@ def _mutate_parts_of_json(data: bytes, rng: Random) -> bytes:
 
 
 def _store_seeds() -> list[bytes]:
-    from chaos_lightning.control.chain import Tip, advance, entry_bytes, entry_of, summary_of
-    from chaos_lightning.control.election import Candidate
-    from chaos_lightning.control.etcd_store import FORMAT, _record_bytes
-    from chaos_lightning.control.store import EMPTY, End, StoreRecord
+    from chaos_lightning.control.job_chain import Tip, advance, entry_bytes, entry_of, summary_of
+    from chaos_lightning.service.election import Candidate
+    from chaos_lightning.service.etcd_store import FORMAT, _record_bytes
+    from chaos_lightning.service.store import EMPTY, End, StoreRecord
 
     views = record(JOB, View)
     view = views.decode(said(views, Random(3), accepted=True))
@@ -229,10 +229,10 @@ class _Keys:
 
 
 def _read_store(data: bytes) -> None:
-    from chaos_lightning.control.chain import entry_from
-    from chaos_lightning.control.election import Candidate
-    from chaos_lightning.control.etcd_store import EtcdStore
-    from chaos_lightning.control.store import StoreRecord
+    from chaos_lightning.control.job_chain import entry_from
+    from chaos_lightning.service.election import Candidate
+    from chaos_lightning.service.etcd_store import EtcdStore
+    from chaos_lightning.service.store import StoreRecord
 
     parts = mutate.split(data)
     entries = [part for tag, part in parts if tag & 3 == 1]
@@ -259,8 +259,8 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 def _read_row(part: bytes) -> None:
     """Writes a row with the given values into a chain's SQLite file, and reads it as a store does."""
-    from chaos_lightning.control.chain import JobChain
-    from chaos_lightning.control.sqlite_store import SqliteStore
+    from chaos_lightning.control.job_chain import JobChain
+    from chaos_lightning.service.sqlite_store import SqliteStore
 
     try:
         given = json.loads(part)
@@ -317,11 +317,11 @@ def _silenced(logger: logging.Logger) -> Iterator[None]:
 
 
 def _each_text(data: bytes) -> None:
-    from chaos_lightning.control.etcd_address import read_address
     from chaos_lightning.control.options import settings_from_json
     from chaos_lightning.machine.addresses import split_endpoints
     from chaos_lightning.planning.plans import read_plan
     from chaos_lightning.rendezvous.options import read_options
+    from chaos_lightning.service.etcd_address import read_address
 
     for tag, part in mutate.split(data):
         text = part.decode(errors="replace")

@@ -42,14 +42,13 @@ from chaos_lightning.outer.rules.types import (
     VersionId,
 )
 from chaos_lightning.planning.batches import UNTOLD, Batches
-from chaos_lightning.planning.fleet.kernel import Kernel, Process
+from chaos_lightning.planning.fleet.kernel import Kernel, Pipe, Process
 from chaos_lightning.protocol.spans import count, first_positions
 from chaos_lightning.protocol.types import Span
 from lab.outer.blocks import grid_of, part_of
 from lab.outer.content import Content
 from lab.outer.oracle import Oracle, Violation, computed
 from lab.outer.store import SAVING, ChainStore, Disk, digest_of
-from lab.simulate.fabric import Pipe
 
 AGAIN_S = 0.05
 ASK_S = 0.2

@@ -16,9 +16,9 @@ from typing import Protocol
 from chaos_lightning.outer.rules import cluster as cl
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules.messages import Beat, ClusterHello
-from chaos_lightning.outer.rules.plain import read_text, text_of
 from chaos_lightning.outer.rules.ranks_machine import RankNews, RankSays, RanksEffect, RanksFacts, RanksMachine, Sealed
 from chaos_lightning.outer.rules.types import NO_VERSION, PushAnswer, PushId, VersionId
+from chaos_lightning.protocol.plain import read_text, text_of
 from chaos_lightning.protocol.types import Span
 from lab.outer.content import Content, Pushed
 from lab.outer.oracle import Violation

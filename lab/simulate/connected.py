@@ -11,7 +11,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.leader_search import PULSE_S, PULSE_TIMEOUT_S, Conversation, LeaderSearch
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.verdict import UNSEEN, verdict
-from chaos_lightning.planning.fleet.kernel import Process
+from chaos_lightning.planning.fleet.kernel import Pipe, Process
 from chaos_lightning.protocol.types import (
     Contribution,
     Entered,
@@ -25,7 +25,7 @@ from chaos_lightning.protocol.types import (
     Span,
     Welcome,
 )
-from lab.simulate.fabric import Pipe, Stream
+from lab.simulate.fabric import Stream
 from lab.simulate.job import Job
 from lab.simulate.pipelines import asked
 from lab.simulate.plan import NodeSpec

@@ -15,7 +15,7 @@ from typing import Protocol
 from chaos_lightning.membership.dialling import BYE, Dial, Dialling, LinkStep
 from chaos_lightning.membership.effects import MemberEvent
 from chaos_lightning.membership.member import MemberMachine
-from chaos_lightning.planning.fleet.kernel import Action, Kernel
+from chaos_lightning.planning.fleet.kernel import Action, Kernel, Pipe
 from chaos_lightning.planning.graph import breadth_first
 from chaos_lightning.protocol.types import FromMember, Header
 from lab.simulate.dataplane import DataPlane, SumEntry
@@ -101,46 +101,6 @@ class Endpoint(Protocol):
     def accept_state(self, equal: bool) -> bool: ...
 
     def state_loaded(self, header: Header, state: State, lineage: str, moved: int) -> None: ...
-
-
-@dataclass(slots=True)
-class Pipe:
-    """One direction of a connection: in order, and without loss until it is cut."""
-
-    kernel: Kernel
-    low: float
-    high: float
-    last: float = 0.0
-    lag: float = 0.0
-    """Seconds that are added to each latency."""
-    open: bool = True
-    cut_at: float = float("inf")
-
-    def send(self, payload: Payload, take: Taker) -> None:
-        if not self.open:
-            return
-        arrival = max(self.last, self.kernel.now + self.lag + self.kernel.between(self.low, self.high))
-        self.last = arrival
-
-        def arrive() -> None:
-            if self.kernel.now <= self.cut_at:
-                take(payload)
-
-        self.kernel.at(arrival, arrive)
-
-    def cut(self, at: float) -> None:
-        """Cuts the pipe at time `at`: nothing arrives later, and nothing more is accepted."""
-        self.open = False
-        self.cut_at = min(self.cut_at, at)
-
-    def end(self, told: Callable[[], None]) -> None:
-        """Closes the pipe in good order: everything sent before still arrives, and then the receiver is told of the
-        end.
-        """
-        if self.open:
-            self.open = False
-            self.last = max(self.last, self.kernel.now + self.kernel.between(self.low, self.high))
-            self.kernel.at(self.last, told)
 
 
 @dataclass(slots=True)

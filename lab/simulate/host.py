@@ -14,7 +14,7 @@ from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.searching import searched
 from chaos_lightning.membership.views import replanned
-from chaos_lightning.planning.fleet.kernel import Kernel, Process
+from chaos_lightning.planning.fleet.kernel import Kernel, Pipe, Process
 from chaos_lightning.protocol.types import (
     Decide,
     Fence,
@@ -27,11 +27,11 @@ from chaos_lightning.protocol.types import (
     Settings,
     Welcome,
 )
-from lab.simulate.fabric import Pipe, Stream, Taker
+from lab.simulate.fabric import Stream, Taker
 from lab.simulate.store import Store
 
 PATIENCE_S = 5.0
-"""Seconds for which a write is tried again (control/server.py); then the process ends."""
+"""Seconds for which a write is tried again (control/scheduler_server.py); then the process ends."""
 AGAIN_S = 0.2
 _DRAWS_S = 2.0
 """Most seconds that another process takes to draw a plan."""
@@ -45,7 +45,7 @@ class Candidacy:
         number: Number of the candidate; each life has a number of its own.
         place: Name of its machine.
         orderly: Whether nothing happens while a write is out, and effects behind it in the list come after it, as in
-            control/server.py. Else a write takes its time beside everything else, which is more than happens.
+            control/scheduler_server.py. Else a write takes its time beside everything else, which is more than happens.
     """
 
     number: int = 1
@@ -53,7 +53,7 @@ class Candidacy:
     orderly: bool = False
     hears_s: float = 0.0
     """Seconds for which the process listens, before it decides anything, for members that may know more
-    (control/server.py).
+    (control/scheduler_server.py).
     """
     rebuild: bool = False
     """Whether the process was told to rebuild a lost chain."""

@@ -42,11 +42,10 @@ from chaos_lightning.outer.rules.types import (
     PushId,
     VersionId,
 )
-from chaos_lightning.planning.fleet.kernel import Action, Kernel
+from chaos_lightning.planning.fleet.kernel import Action, Kernel, Pipe
 from chaos_lightning.protocol.types import Header
 from lab.outer.content import Content, Pushed
 from lab.outer.rank_part import RankPart
-from lab.simulate.fabric import Pipe
 from lab.simulate.oracle import Violation
 from lab.simulate.plan import OuterScript
 

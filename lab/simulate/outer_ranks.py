@@ -18,10 +18,10 @@ from __future__ import annotations
 from chaos_lightning.outer.rules import cluster as cl
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules.cluster import ClusterMachine, Phase
-from chaos_lightning.outer.rules.plain import read_text
 from chaos_lightning.outer.rules.ranks_machine import RanksMachine
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import NO_VERSION, PushId, VersionId
+from chaos_lightning.protocol.plain import read_text
 from chaos_lightning.protocol.types import Header, Kind
 from lab.outer.content import Content, Pushed
 from lab.outer.processes import TICK_S, Machines, agreement

@@ -3,7 +3,7 @@
 Theory of operation. With one place (`Plan.candidates` 1) a scheduler that died is started again on its file after a
 while. With several, each life of a scheduler is a candidate of its own on a remote store. When the leader dies, or is
 stopped for longer than its lease, or loses its lease, another candidate is elected after a gap, takes a term and
-continues the chain (control/election.py: at once on the same machine, after some two seconds elsewhere). One that was
+continues the chain (service/election.py: at once on the same machine, after some two seconds elsewhere). One that was
 merely stopped, or cut off from the store, goes on meanwhile in the belief that it leads: members that still have their
 stream to it, or find it first, talk to it, until a write of it is refused or it notices that its lease has ended. The
 others stand by, and name the leader to members that ask them (membership/leader_search.py).
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chaos_lightning.control.chain import Tip
-from chaos_lightning.control.election import WATCHED_S
+from chaos_lightning.control.job_chain import Tip
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.leader_search import Conversation, hears_s
+from chaos_lightning.service.election import WATCHED_S
 from lab.simulate.fabric import Endpoint
 from lab.simulate.host import AGAIN_S, Candidacy, HostTrap, SchedulerHost
 from lab.simulate.job import Job
@@ -67,7 +67,7 @@ class Schedulers:
         """Store of the job itself, while another one is in its place."""
         self._backup = Backup(Tip())
         self._watched = False
-        """Whether standbys have seen a leader live that found the chain where it is (control/election.py)."""
+        """Whether standbys have seen a leader live that found the chain where it is (service/election.py)."""
         self._led_since = 0.0
         self._hosts: list[SchedulerHost] = []
         self._dead: set[str] = set()

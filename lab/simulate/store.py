@@ -1,11 +1,11 @@
-"""Simulates the coordination store: one chain, with the same checks as every real store (control/chain.py).
+"""Simulates the coordination store: one chain, with the same checks as every real store (control/job_chain.py).
 
 Theory of operation. `write` applies the rule that all stores share to one entry, at one instant. What makes stores
 differ is around it, and is here, too. A *remote* store (etcd) applies a write that is under way whatever becomes of
-who sent it, and takes entries only from the candidate that holds the lease (control/election.py): one that leads no
+who sent it, and takes entries only from the candidate that holds the lease (service/election.py): one that leads no
 more can write nothing, even if nobody has taken a term since. And any store may fail: it is *down* for a while, or so
 slow that a write takes long, or it does what it is told and the answer is lost. Its user hears `StoreError` for each
-of these and tries again, as control/server.py does.
+of these and tries again, as control/scheduler_server.py does.
 
 The chain is cut after a few records, and what it comes to is compared with what all that was ever written comes to.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from chaos_lightning.control.chain import (
+from chaos_lightning.control.job_chain import (
     SUMMARY,
     ChainEntry,
     Tip,
@@ -29,12 +29,12 @@ from chaos_lightning.control.chain import (
     summary_of,
     told,
 )
-from chaos_lightning.control.store import Appended, StoreRecord
 from chaos_lightning.errors import StoreError, WireError
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.protocol.changes import changed
 from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import View, ViewId
+from chaos_lightning.service.store import Appended, StoreRecord
 
 
 @dataclass(frozen=True, slots=True)

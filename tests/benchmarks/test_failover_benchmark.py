@@ -28,9 +28,9 @@ from benchmarks.soak.runs import Standstill
 from benchmarks.soak.schedulers import SCHEDULER_KINDS, STALE_KINDS, Several, copy_chain
 from benchmarks.soak.ways import Ways
 from benchmarks.world import Seen, Step
-from chaos_lightning.control import etcd_pb2 as pb
-from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.service import etcd_pb2 as pb
+from chaos_lightning.service.etcd_servers import EtcdServers
 from chaos_lightning.testing.edge.relay import Way
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,7 +122,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
-    monkeypatch.setattr("chaos_lightning.control.channel.fetch_status", lambda *_, **__: {"role": "leader", "pid": 7})
+    monkeypatch.setattr("chaos_lightning.control.requests.fetch_status", lambda *_, **__: {"role": "leader", "pid": 7})
     monkeypatch.setattr(soak_schedulers.os, "kill", lambda pid, number: made.down.add(f"s{pid}"))
     monkeypatch.setattr(soak_schedulers, "AWAY_S", dict.fromkeys(SCHEDULER_KINDS, (0.0, 0.0)))
     monkeypatch.setattr(soak_schedulers, "SETTLED_S", 0.0)

@@ -72,7 +72,7 @@ class Net:
         monkeypatch.setattr("benchmarks.soak.links.time.monotonic", lambda: self.now)
         monkeypatch.setattr("benchmarks.soak.links.time.monotonic_ns", lambda: int(self.now * 1e9))
         monkeypatch.setattr(
-            "chaos_lightning.control.channel.change_link", lambda _, a, b, add: self.asked.append((a, b, add))
+            "chaos_lightning.control.requests.change_link", lambda _, a, b, add: self.asked.append((a, b, add))
         )
         self.relay, self.log = Relay(), Log()
         self.ways: Any = {name: Gate() for name in NAMES}

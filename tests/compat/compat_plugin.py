@@ -22,9 +22,9 @@ import pytest
 from lightning.pytorch import Trainer
 
 import chaos_lightning.member.engine as engine_module
-from chaos_lightning.control.hosting import HostedScheduler
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.machine.listener import free_port
+from chaos_lightning.service.hosting import HostedProcess
 from chaos_lightning.strategies import ChaosStrategy
 
 NOTED_LINES = 6
@@ -57,7 +57,7 @@ class Compat:
         only = config.getoption("--compat-only")
         self._only = set(Path(only).read_text().splitlines()) if only else None
         self._built = 0
-        self._hosted: list[HostedScheduler] = []
+        self._hosted: list[HostedProcess] = []
         self._outcome: dict[str, Any] = {}
 
     # ------------------------------------------------------------------ which tests
@@ -119,7 +119,7 @@ class Compat:
 
     def _hosting(self, host: Any, folder: Path) -> Any:
         @functools.wraps(host)
-        def host_for_engine(*args: Any, **kwargs: Any) -> HostedScheduler | None:
+        def host_for_engine(*args: Any, **kwargs: Any) -> HostedProcess | None:
             before = os.environ.get("XDG_STATE_HOME")
             os.environ["XDG_STATE_HOME"] = str(folder)
             try:

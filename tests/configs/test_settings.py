@@ -25,7 +25,6 @@ from chaos_lightning.control import scheduler_main
 from chaos_lightning.control.options import (
     FOLLOWING,
     HOSTED,
-    MEMORY,
     SchedulerOptions,
     change_settings,
     rules_of,
@@ -40,6 +39,7 @@ from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.pipeline.options import PipelineOptions
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.rendezvous.options import MEMBER_OPTIONS, OPTIONS, SETTING_OPTIONS, conf_help, read_options
+from chaos_lightning.service.options import MEMORY
 from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig, from_environment, to_environment
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from chaos_lightning.control.chain import JobChain
-from chaos_lightning.control.etcd_client import EtcdClient
-from chaos_lightning.control.etcd_store import EtcdStore, job_root
+from chaos_lightning.control.job_chain import JobChain
 from chaos_lightning.membership.effects import LinkWish, Persist
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
+from chaos_lightning.service.etcd_client import EtcdClient
+from chaos_lightning.service.etcd_store import EtcdStore, job_root
 
 MEMBERS = (Member("a~1", "a", "host", "127.0.0.1", 4000), Member("b~2", "b", "host", "127.0.0.1", 4001, 7, 8, 9))
 BASE = replace(GENESIS, seq=4, kind=Kind.STEP, ledger=Ledger((Spent("", 1, ((0, 4),)),)), presence=b"\x00\xff")

@@ -10,7 +10,7 @@ from environment_support import own_environment
 from etcd_for_tests import each_client, servers
 from store_support import opened
 
-from chaos_lightning.control.etcd_servers import EtcdServers
+from chaos_lightning.service.etcd_servers import EtcdServers
 
 __all__ = ["each_client", "opened", "own_environment"]
 

@@ -16,10 +16,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from chaos_lightning.control.etcd_address import read_address
-from chaos_lightning.control.etcd_client import EtcdClient
-from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.service.etcd_address import read_address
+from chaos_lightning.service.etcd_client import EtcdClient
+from chaos_lightning.service.etcd_servers import EtcdServers
 
 DAY = datetime.timedelta(days=1)
 

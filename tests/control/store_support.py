@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from etcd_for_tests import need_client
 
-from chaos_lightning.control.etcd_store import EtcdStore, job_root
-from chaos_lightning.control.memory_store import MemoryStore, Shelf
-from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import Store
+from chaos_lightning.service.etcd_store import EtcdStore, job_root
+from chaos_lightning.service.memory_store import MemoryStore, Shelf
+from chaos_lightning.service.sqlite_store import SqliteStore
+from chaos_lightning.service.store import Store
 
 Open = Callable[[], Store]
 

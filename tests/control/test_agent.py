@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
 
-from chaos_lightning.control import reviving
 from chaos_lightning.control.agent import Agent
-from chaos_lightning.control.server import real_machine
+from chaos_lightning.control.scheduler_server import real_machine
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine import forks
 from chaos_lightning.machine.addresses import join_endpoint
@@ -41,6 +40,7 @@ from chaos_lightning.protocol.types import (
     ViewId,
     other_version,
 )
+from chaos_lightning.service import reviving
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -470,7 +470,7 @@ def test_heartbeats_do_not_pile_up_before_a_scheduler_that_does_not_read(monkeyp
 
     with serving() as served, attending(served.endpoint, heartbeat=heartbeat) as client:
         made.wait(lambda _: True, count=3)
-        monkeypatch.setattr("chaos_lightning.control.agent._Talk.clogged", True)
+        monkeypatch.setattr("chaos_lightning.service.client.Talk.clogged", True)
         client.agent.send(Leave("a"))
         served.events.wait(lambda e: getattr(e, "message", None) == Leave("a"))
         before = len(made.seen)
@@ -492,7 +492,7 @@ def test_a_scheduler_that_cannot_start_is_tried_ever_more_seldom(monkeypatch: py
     enough = threading.Event()
 
     def revive() -> None:
-        tried.append(client.agent._reviver.pause_s)
+        tried.append(client.agent._client._reviver._restarts.pause_s)
         if len(tried) == 4:
             enough.set()
         raise StoreError("the disk is full")
@@ -500,7 +500,7 @@ def test_a_scheduler_that_cannot_start_is_tried_ever_more_seldom(monkeypatch: py
     with attending(f"127.0.0.1:{free_port()}", revive=revive) as client:
         assert enough.wait(PATIENCE_S)
         client.states.wait(lambda s: s.startswith("cannot revive"))
-    assert tried == [0.1, 0.2, 0.4, 0.8]
+    assert tried == [0.05, 0.1, 0.2, 0.4]
     assert [s for s in client.states.seen if "revive" in s] == ["cannot revive the scheduler: the disk is full"]
 
 

@@ -12,7 +12,7 @@ from chain_support import BASE, decide, finish, link, reserve, view
 from large_views import sparse_view
 from store_support import Open
 
-from chaos_lightning.control.chain import (
+from chaos_lightning.control.job_chain import (
     JobChain,
     Tip,
     advance,
@@ -21,14 +21,14 @@ from chaos_lightning.control.chain import (
     entry_of,
     told,
 )
-from chaos_lightning.control.memory_store import MemoryStore, Shelf
-from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import EMPTY, StoreRecord
 from chaos_lightning.errors import OversizeError, StoreError
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.membership.past import Numbers
 from chaos_lightning.protocol.codec import encode
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
+from chaos_lightning.service.memory_store import MemoryStore, Shelf
+from chaos_lightning.service.sqlite_store import SqliteStore
+from chaos_lightning.service.store import EMPTY, StoreRecord
 
 Chains = Callable[[], JobChain]
 
@@ -395,7 +395,7 @@ def test_a_view_that_fits_into_no_record_is_refused_with_the_number_that_would(
     store = chains()
     store.take_term()
     large, small = sparse_view(60), sparse_view(40)
-    monkeypatch.setattr("chaos_lightning.control.chain.MAX_VIEW_NBYTES", len(encode(large)) - 1)
+    monkeypatch.setattr("chaos_lightning.control.job_chain.MAX_VIEW_NBYTES", len(encode(large)) - 1)
     with pytest.raises(OversizeError, match="59 members fit") as refused:
         store.append(Persist(1, "view", large.id, large))
     assert refused.value.fits == 59

@@ -12,15 +12,15 @@ from large_views import sparse_view
 from store_support import Open
 
 from chaos_lightning.control import summing
-from chaos_lightning.control.chain import SUMMARY, JobChain, Tip, entry_bytes, entry_from, summary_of
 from chaos_lightning.control.chain_writer import ChainWriter
-from chaos_lightning.control.memory_store import MemoryStore, Shelf
-from chaos_lightning.control.store import End, StoreRecord
+from chaos_lightning.control.job_chain import SUMMARY, JobChain, Tip, entry_bytes, entry_from, summary_of
 from chaos_lightning.control.summing import as_document, from_document, summed
 from chaos_lightning.errors import OversizeError, StoreError
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.past import MOST_GONE, Past
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
+from chaos_lightning.service.memory_store import MemoryStore, Shelf
+from chaos_lightning.service.store import End, StoreRecord
 
 FEW = 8
 Chains = Callable[[], JobChain]
@@ -207,8 +207,8 @@ def test_a_chain_whose_sum_fits_into_no_record_stays_whole_and_that_is_said_once
     shelf = Shelf()
     writer.take(lambda: None)
     filled(writer.chain)
-    for place in ("store", "chain"):
-        monkeypatch.setattr(f"chaos_lightning.control.{place}.MAX_BODY_NBYTES", 300)
+    for place in ("service.store", "control.job_chain"):
+        monkeypatch.setattr(f"chaos_lightning.{place}.MAX_BODY_NBYTES", 300)
     with pytest.raises(OversizeError, match=r"stores take 300 of a record: it names 2 members .* and [01] would fit"):
         writer.chain.cut()
     assert writer.chain.cut() == 0, "it is not tried again at once"
@@ -216,10 +216,10 @@ def test_a_chain_whose_sum_fits_into_no_record_stays_whole_and_that_is_said_once
     monkeypatch.setattr(summing, "EVERY", FEW)
     for first in (FEW + 2, 2 * FEW + 2):
         filled(writer.chain, FEW, first)
-        for place in ("store", "chain"):
-            monkeypatch.setattr(f"chaos_lightning.control.{place}.MAX_BODY_NBYTES", 300)
+        for place in ("service.store", "control.job_chain"):
+            monkeypatch.setattr(f"chaos_lightning.{place}.MAX_BODY_NBYTES", 300)
         writer._cut()
-        monkeypatch.setattr("chaos_lightning.control.store.MAX_BODY_NBYTES", 1 << 20)
+        monkeypatch.setattr("chaos_lightning.service.store.MAX_BODY_NBYTES", 1 << 20)
     assert [name for name, _ in said] == ["error"]
     assert len(shelf.records) == 3 * FEW + 1
     filled(writer.chain, 5 * FEW, 3 * FEW + 2)

@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from until_support import until
 
 from chaos_lightning.cli import app
-from chaos_lightning.control.channel import change_link, fetch_status
-from chaos_lightning.control.server import real_machine
+from chaos_lightning.control.requests import change_link, fetch_status
+from chaos_lightning.control.scheduler_server import real_machine
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import (
@@ -120,7 +120,7 @@ def test_status_shows_links_and_the_plan(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_machine_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.control.driver._ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("chaos_lightning.control.scheduler_effects._ANSWER_TIMEOUT_S", 0.05)
     with serving() as served, pytest.raises(RefusedError, match="did not get to it within"):
         change_link(served.endpoint, "a", "b", add=True)
 

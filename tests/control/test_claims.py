@@ -22,12 +22,13 @@ import pytest
 from served import PATIENCE_S, Served, serving
 from until_support import until
 
-from chaos_lightning.control import channel, claims
+from chaos_lightning.control import claims
 from chaos_lightning.control.claims import Claim, ask, lock_lowest
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError
 from chaos_lightning.machine.lock_files import lock_path
 from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.service import channel
 
 CLAIMANT = """
 import os, signal, sys

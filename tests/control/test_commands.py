@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 
 from chaos_lightning import cli
 from chaos_lightning.control import scheduler_main
-from chaos_lightning.control.options import MEMORY, SchedulerOptions
+from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.errors import RefusedError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.types import NO_VIEW, Decide, Entered, Heartbeat, Hello, Ready, Settings, Welcome
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import NODES
+from chaos_lightning.service.options import MEMORY
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import Served, attending, serving
@@ -245,14 +246,14 @@ def test_what_a_scheduler_says_does_not_command_the_terminal(
     evil = "a[/bold][red]\x1b[2J\x9b31m\u202e"
     facts = {"job": evil, "endpoint": "h:1", "term": evil, "min_nodes": 1, "max_nodes": 2, "owed": evil}
     machine = {"phase": evil, "view": evil, "reason": evil, "chain": evil, "members": [{"id": evil, "host": evil}]}
-    monkeypatch.setattr("chaos_lightning.control.channel.fetch_status", lambda *_, **__: facts | {"machine": machine})
-    monkeypatch.setattr("chaos_lightning.control.channel.change_link", lambda *_, **__: evil)
+    monkeypatch.setattr("chaos_lightning.control.requests.fetch_status", lambda *_, **__: facts | {"machine": machine})
+    monkeypatch.setattr("chaos_lightning.control.requests.change_link", lambda *_, **__: evil)
     monkeypatch.setattr("chaos_lightning.control.resetting.reset_job", lambda *_, **__: evil)
 
     def refuse(*_: object, **__: object) -> None:
         raise RefusedError(evil)
 
-    monkeypatch.setattr("chaos_lightning.control.channel.drain", refuse)
+    monkeypatch.setattr("chaos_lightning.control.requests.drain", refuse)
     for words in (["status"], ["link", "add", "a", "b"], ["reset"], ["drain", "a"]):
         monkeypatch.setattr(sys, "argv", ["chaos-lightning", *words])
         with pytest.raises(SystemExit) as ended:

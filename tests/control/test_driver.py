@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from chaos_lightning.control import driver
-from chaos_lightning.control.driver import Driver
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.batches import next_batch
 from chaos_lightning.protocol.types import NO_VIEW, Heartbeat
+from chaos_lightning.service import driver
+from chaos_lightning.service.driver import Driver
 
 EVENTS = 200
 
@@ -33,15 +34,30 @@ class Recorder:
         return {}
 
 
+def driver_of(machine: Recorder, *, large: bool = False) -> Driver[fx.SchedulerEvent, fx.SchedulerEffect]:
+    """Returns a driver of this machine, as a scheduler's server makes it."""
+
+    def waits(event: fx.SchedulerEvent) -> bool:
+        return isinstance(event, fx.MessageIn) and isinstance(event.message, Heartbeat) and large
+
+    made = Driver[fx.SchedulerEvent, fx.SchedulerEffect](fx.SchedulerTick, batch=next_batch, waits=waits)
+    made.on = machine.on
+    return made
+
+
+async def nothing(effect: fx.SchedulerEffect) -> list[fx.SchedulerEvent]:
+    """Carries out effects of a machine that has none."""
+    return []
+
+
 def batches(took_s: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns the sizes of the batches that a driver makes of events fed one by one, if each batch takes `took_s`."""
     machine = Recorder(took_s)
     monkeypatch.setattr(driver.time, "thread_time", lambda: machine.busy_s)
 
     async def feed_and_drive() -> None:
-        fed = Driver(cast(Any, None), print, noted=print, done=print, refused=print)
-        fed.machine = machine
-        driving = asyncio.ensure_future(fed.drive(cast(Any, None)))
+        fed = driver_of(machine)
+        driving = asyncio.ensure_future(fed.drive(nothing))
         for number in range(EVENTS):
             fed.feed(fx.Opened(number))
             for _ in range(3):  # the driver could take each event alone
@@ -72,9 +88,8 @@ def test_heartbeats_of_a_large_job_are_taken_along_by_the_next_event(large: bool
     beat = fx.MessageIn(1, Heartbeat(NO_VIEW, 0, 0))
 
     async def feed_and_drive() -> None:
-        fed = Driver(cast(Any, None), print, noted=print, done=print, refused=print, large=lambda: large)
-        fed.machine = machine
-        driving = asyncio.ensure_future(fed.drive(cast(Any, None)))
+        fed = driver_of(machine, large=large)
+        driving = asyncio.ensure_future(fed.drive(nothing))
         for event in (beat, beat, fx.SchedulerTick(), beat, fx.Opened(2)):
             fed.feed(event)
             for _ in range(3):  # the driver could take each event alone
@@ -100,11 +115,10 @@ def test_a_heartbeat_does_not_overtake_what_waits() -> None:
     fed[2:2] = [fx.Opened(9), fx.SchedulerTick()]
 
     async def feed_and_drive() -> None:
-        driver = Driver(cast(Any, None), print, noted=print, done=print, refused=print, large=lambda: True)
-        driver.machine = machine
+        driver = driver_of(machine, large=True)
         for event in fed:
             driver.feed(event)
-        driving = asyncio.ensure_future(driver.drive(cast(Any, None)))
+        driving = asyncio.ensure_future(driver.drive(nothing))
         while len(taken) < len(fed):
             await asyncio.sleep(0)
         driving.cancel()

@@ -23,14 +23,14 @@ from chain_support import decide, etcd_chain, reserve
 from etcd_for_tests import servers
 from until_support import until
 
-from chaos_lightning.control import election
-from chaos_lightning.control.election import Candidate, Election
-from chaos_lightning.control.etcd_client import EtcdClient
-from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.etcd_store import EtcdStore, service_root
 from chaos_lightning.errors import StoreError
 from chaos_lightning.machine import process_table
 from chaos_lightning.protocol.types import NO_VIEW, ViewId
+from chaos_lightning.service import election
+from chaos_lightning.service.election import Candidate, Election
+from chaos_lightning.service.etcd_client import EtcdClient
+from chaos_lightning.service.etcd_servers import EtcdServers
+from chaos_lightning.service.etcd_store import EtcdStore, service_root
 
 PATIENCE_S = 60.0
 
@@ -234,10 +234,10 @@ def test_another_service_elects_a_leader_of_its_own_beside_a_job(
 
 CANDIDATE = """
 import json, sys, threading
-from chaos_lightning.control.election import Candidate, Election
-from chaos_lightning.control.etcd_address import read_address
-from chaos_lightning.control.etcd_client import EtcdClient
-from chaos_lightning.control.etcd_store import EtcdStore, job_root, service_root
+from chaos_lightning.service.election import Candidate, Election
+from chaos_lightning.service.etcd_address import read_address
+from chaos_lightning.service.etcd_client import EtcdClient
+from chaos_lightning.service.etcd_store import EtcdStore, job_root, service_root
 
 def say(*words):
     print(json.dumps(words), flush=True)

@@ -15,20 +15,20 @@ import pytest
 from chain_support import decide, etcd_chain, reserve, view
 from etcd_for_tests import servers
 
-from chaos_lightning.control.chain import JobChain
-from chaos_lightning.control.etcd_address import CLIENTS, EtcdAddress, read_address
-from chaos_lightning.control.etcd_client import (
+from chaos_lightning.control.job_chain import JobChain
+from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.protocol.types import NO_VIEW, ViewId
+from chaos_lightning.service.etcd_address import CLIENTS, EtcdAddress, read_address
+from chaos_lightning.service.etcd_client import (
     CompactedError,
     EtcdClient,
     open_client,
     put,
 )
-from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.etcd_store import job_root
-from chaos_lightning.control.store import Appended
-from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.membership.effects import Persist
-from chaos_lightning.protocol.types import NO_VIEW, ViewId
+from chaos_lightning.service.etcd_servers import EtcdServers
+from chaos_lightning.service.etcd_store import job_root
+from chaos_lightning.service.store import Appended
 
 pytestmark = pytest.mark.usefixtures("each_client")
 
@@ -155,7 +155,7 @@ def test_a_damaged_entry_is_an_error_not_a_shorter_chain(etcd: EtcdServers, job:
 
 
 def test_a_missing_entry_is_an_error(etcd: EtcdServers, job: str) -> None:
-    from chaos_lightning.control.etcd_client import delete
+    from chaos_lightning.service.etcd_client import delete
 
     with store(etcd, job) as chain:
         chain.take_term()
@@ -182,7 +182,7 @@ def test_an_entry_that_etcd_would_not_take_is_refused_before(etcd: EtcdServers, 
 
 
 def test_long_chains_are_read_in_pages(etcd: EtcdServers, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.control.etcd_client.PAGE", 7)
+    monkeypatch.setattr("chaos_lightning.service.etcd_client.PAGE", 7)
     with store(etcd, job) as chain:
         chain.take_term()
         grow(chain, 30)

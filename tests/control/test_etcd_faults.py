@@ -25,15 +25,15 @@ from chain_support import decide, etcd_chain
 from etcd_certificates import Authority, etcd_with_tls, words_of
 from etcd_for_tests import servers
 
-from chaos_lightning.control import election as election_module
-from chaos_lightning.control import etcd_client, etcd_store
-from chaos_lightning.control.election import Candidate, Election, now
-from chaos_lightning.control.etcd_address import EtcdAddress, read_address
-from chaos_lightning.control.etcd_client import EtcdClient, delete, open_client, put
-from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.protocol.types import NO_VIEW, ViewId
+from chaos_lightning.service import election as election_module
+from chaos_lightning.service import etcd_client, etcd_store
+from chaos_lightning.service.election import Candidate, Election, now
+from chaos_lightning.service.etcd_address import EtcdAddress, read_address
+from chaos_lightning.service.etcd_client import EtcdClient, delete, open_client, put
+from chaos_lightning.service.etcd_servers import EtcdServers
 
 PATIENCE_S = 30.0
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from until_support import until
 
-from chaos_lightning.control.candidacy import EtcdCandidacy
-from chaos_lightning.control.etcd_address import read_address
-from chaos_lightning.control.etcd_client import put
-from chaos_lightning.control.etcd_servers import EtcdServers
+from chaos_lightning.control.etcd_rules import EtcdRules
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.protocol.types import Settings
+from chaos_lightning.service.etcd_address import read_address
+from chaos_lightning.service.etcd_client import put
+from chaos_lightning.service.etcd_servers import EtcdServers
 
 PATIENCE_S = 60.0
 
@@ -27,21 +27,21 @@ def job() -> str:
     return f"job-{os.urandom(4).hex()}"
 
 
-def candidacy_of(etcd: EtcdServers, job: str, **rules: int) -> tuple[EtcdCandidacy, Settings]:
+def candidacy_of(etcd: EtcdServers, job: str, **rules: int) -> tuple[EtcdRules, Settings]:
     address = read_address(f"{etcd.address}/seats")
-    return EtcdCandidacy(address, job), Settings(job=job, **rules)  # type: ignore[arg-type]
+    return EtcdRules(address, job), Settings(job=job, **rules)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
-def leading(candidacy: EtcdCandidacy, name: str) -> Iterator[None]:
+def leading(candidacy: EtcdRules, name: str) -> Iterator[None]:
     """Waits until a candidacy is elected, and closes it after the block."""
     elected = threading.Event()
-    candidacy.stand(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
+    candidacy.candidacy.stand(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
     try:
         assert elected.wait(PATIENCE_S)
         yield
     finally:
-        candidacy.close()
+        candidacy.candidacy.close()
 
 
 def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, job: str) -> None:
@@ -56,10 +56,10 @@ def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, jo
         assert f"job {job} is there already, and goes by the rules that it began with" in words
         assert "min_nodes=2 instead of 3" in words
         elected = threading.Event()
-        second.stand("b:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
-        stack.callback(second.close)
-        until(second.waited, "the second one to follow")
-        first.close()
+        second.candidacy.stand("b:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
+        stack.callback(second.candidacy.close)
+        until(second.candidacy.waited, "the second one to follow")
+        first.candidacy.close()
         assert elected.wait(PATIENCE_S)
         second.open_store().take_term()
         assert second.rules(other) == given
@@ -81,7 +81,7 @@ def test_rules_that_cannot_be_read_are_refused_before_anything_starts(etcd: Etcd
             client.transact([], [put(f"seats/jobs/{job}/rules", value)])
             with pytest.raises(ConfigurationError, match=r"rules of job .* cannot be read .* choose another job name"):
                 candidacy.check(given)
-    candidacy.close()
+    candidacy.candidacy.close()
 
 
 def test_a_scheduler_ends_at_once_where_keys_are_not_its_own(etcd: EtcdServers, job: str, tmp_path: Path) -> None:

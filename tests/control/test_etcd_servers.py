@@ -16,8 +16,8 @@ import pytest
 from etcd_for_tests import servers
 from until_support import until
 
-from chaos_lightning.control.etcd_servers import MOST_QUICK, EtcdServer, EtcdServers, find_etcd
 from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.service.etcd_servers import MOST_QUICK, EtcdServer, EtcdServers, find_etcd
 
 PATIENCE_S = 60.0
 ALWAYS_S = 600.0
@@ -72,10 +72,10 @@ def test_one_that_ran_well_is_started_again_however_often_it_is_killed(tmp_path:
         assert server.running()
         one.kill(server)
         one.tend(ALWAYS_S)
-        assert server.quick == 1
+        assert server.restarts.failures == 1
         one.kill(server)
         one.tend(quick_s=0.0)
-        assert server.quick == 0, "in a row"
+        assert server.restarts.failures == 0, "in a row"
         one.wait_ready(PATIENCE_S)
 
 

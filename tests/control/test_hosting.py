@@ -21,19 +21,21 @@ from served import PATIENCE_S, Client, attending, first_words, hello, scheduler_
 from until_support import until
 
 from chaos_lightning.control import hosting
-from chaos_lightning.control.chain import JobChain
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.driver import real_machine
-from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.hosting import HostedScheduler, ensure_scheduler, look
-from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.options import MEMORY, SchedulerOptions
+from chaos_lightning.control.hosting import ensure_scheduler, look
+from chaos_lightning.control.job_chain import JobChain
+from chaos_lightning.control.options import SchedulerOptions
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.control.scheduler_main import main, open_store
-from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.control.scheduler_server import real_machine
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine.listener import free_port, free_ports
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, Member, OpenLinks, Ready, Refused, Settings, View, ViewId
+from chaos_lightning.service.etcd_servers import EtcdServers
+from chaos_lightning.service.hosting import HostedProcess
+from chaos_lightning.service.memory_store import MemoryStore
+from chaos_lightning.service.options import MEMORY
+from chaos_lightning.service.sqlite_store import SqliteStore
 from chaos_lightning.settings import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,9 +47,9 @@ def endpoint() -> str:
 
 
 @pytest.fixture
-def started() -> Iterator[list[HostedScheduler]]:
+def started() -> Iterator[list[HostedProcess]]:
     """List to which tests add schedulers; each is ended after the test."""
-    found: list[HostedScheduler] = []
+    found: list[HostedProcess] = []
     yield found
     for scheduler in found:
         assert scheduler.stop()
@@ -58,13 +60,13 @@ def options(endpoint: str, **settings: object) -> SchedulerOptions:
     return SchedulerOptions(listen=endpoint, settings=Settings(**values), idle_timeout_s=60.0)  # type: ignore[arg-type]
 
 
-def keep(started: list[HostedScheduler], scheduler: HostedScheduler | None) -> HostedScheduler:
+def keep(started: list[HostedProcess], scheduler: HostedProcess | None) -> HostedProcess:
     assert scheduler is not None
     started.append(scheduler)
     return scheduler
 
 
-def kill(scheduler: HostedScheduler) -> None:
+def kill(scheduler: HostedProcess) -> None:
     handle = os.pidfd_open(scheduler.pid)
     with contextlib.closing(os.fdopen(handle, "rb", closefd=True)):
         signal.pidfd_send_signal(handle, signal.SIGKILL)
@@ -74,7 +76,7 @@ def kill(scheduler: HostedScheduler) -> None:
 
 
 def test_two_candidates_of_one_machine_have_logs_of_their_own_and_are_named_as_they_are_told(
-    etcd: EtcdServers, started: list[HostedScheduler], tmp_path: Path
+    etcd: EtcdServers, started: list[HostedProcess], tmp_path: Path
 ) -> None:
     job, found = f"job-{os.urandom(4).hex()}", []
     with socket.socket() as gate:  # a relay: it only needs an address
@@ -106,7 +108,7 @@ def founder(endpoint: str, name: str = "a", job: str = "job") -> Client:
 
 
 def test_a_free_local_endpoint_is_served_and_a_second_look_finds_it(
-    endpoint: str, started: list[HostedScheduler], tmp_path: Path
+    endpoint: str, started: list[HostedProcess], tmp_path: Path
 ) -> None:
     assert look(endpoint, "job", b"") == "free"
     scheduler = keep(started, ensure_scheduler(options(endpoint, min_nodes=2)))
@@ -129,7 +131,7 @@ def test_a_free_local_endpoint_is_served_and_a_second_look_finds_it(
     assert "ends: stopped by SIGTERM" in scheduler.log.read_text()
 
 
-def test_the_token_is_handed_over_but_not_on_the_command_line(endpoint: str, started: list[HostedScheduler]) -> None:
+def test_the_token_is_handed_over_but_not_on_the_command_line(endpoint: str, started: list[HostedProcess]) -> None:
     token = b"a token of its own"
     scheduler = keep(started, ensure_scheduler(options(endpoint), token))
     assert not any("token of its own" in word for word in psutil.Process(scheduler.pid).cmdline())
@@ -142,14 +144,14 @@ def test_another_machines_endpoint_is_its_own_affair() -> None:
     assert ensure_scheduler(options("192.0.2.1:29400")) is None
 
 
-def test_another_jobs_scheduler_is_named(endpoint: str, started: list[HostedScheduler]) -> None:
+def test_another_jobs_scheduler_is_named(endpoint: str, started: list[HostedProcess]) -> None:
     keep(started, ensure_scheduler(options(endpoint)))
     with pytest.raises(ConfigurationError, match="of job 'job', not of 'other'"):
         ensure_scheduler(options(endpoint, job="other"))
 
 
 def test_something_else_at_the_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "_ODD_LISTENER_PATIENCE_S", 0.0)
+    monkeypatch.setattr("chaos_lightning.service.hosting.ODD_LISTENER_PATIENCE_S", 0.0)
     stop = threading.Event()
 
     def hang_up(server: socket.socket) -> None:
@@ -174,8 +176,8 @@ def test_beyond_loopback_nothing_is_started_without_a_token() -> None:
         ensure_scheduler(options("0.0.0.0:29400"))
 
 
-def test_of_racing_starters_one_wins_and_all_find_it(endpoint: str, started: list[HostedScheduler]) -> None:
-    results: list[HostedScheduler | Exception | None] = []
+def test_of_racing_starters_one_wins_and_all_find_it(endpoint: str, started: list[HostedProcess]) -> None:
+    results: list[HostedProcess | Exception | None] = []
     gate = threading.Barrier(3)
 
     def race() -> None:
@@ -190,7 +192,7 @@ def test_of_racing_starters_one_wins_and_all_find_it(endpoint: str, started: lis
         thread.start()
     for thread in threads:
         thread.join()
-    winners = [r for r in results if isinstance(r, HostedScheduler)]
+    winners = [r for r in results if isinstance(r, HostedProcess)]
     started.extend(winners)
     assert not [r for r in results if isinstance(r, Exception)]
     assert [w.pid for w in winners] == [fetch_status(endpoint)["pid"]]
@@ -205,7 +207,7 @@ def test_a_scheduler_that_cannot_start_is_quoted(endpoint: str, tmp_path: Path) 
         ensure_scheduler(odd)
 
 
-def test_after_sigkill_the_chain_is_continued(endpoint: str, started: list[HostedScheduler]) -> None:
+def test_after_sigkill_the_chain_is_continued(endpoint: str, started: list[HostedProcess]) -> None:
     first = keep(started, ensure_scheduler(options(endpoint)))
     client = founder(endpoint)
     try:
@@ -225,7 +227,7 @@ def test_after_sigkill_the_chain_is_continued(endpoint: str, started: list[Hoste
         client.close()
 
 
-def test_an_agent_revives_its_scheduler(endpoint: str, started: list[HostedScheduler]) -> None:
+def test_an_agent_revives_its_scheduler(endpoint: str, started: list[HostedProcess]) -> None:
     first = keep(started, ensure_scheduler(options(endpoint)))
 
     revived = threading.Event()
@@ -243,7 +245,7 @@ def test_an_agent_revives_its_scheduler(endpoint: str, started: list[HostedSched
         assert revived.wait(PATIENCE_S), "whoever connected again was served by somebody else"
 
 
-def test_nobody_hosts_a_scheduler_that_lacks_the_jobs_chain(endpoint: str, started: list[HostedScheduler]) -> None:
+def test_nobody_hosts_a_scheduler_that_lacks_the_jobs_chain(endpoint: str, started: list[HostedProcess]) -> None:
     chosen = options(endpoint)
     assert chosen.store_path is not None
     with pytest.raises(StoreError, match=r"goes by chain 0123456.* holds none\. Start one there on the store"):
@@ -288,9 +290,9 @@ def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
     """`ensure_scheduler` returns None if the scheduler that it started gave up the endpoint, whether or not it was seen
     serving.
     """
-    spawn, spawned = hosting._spawn, list[HostedScheduler]()
+    spawn, spawned = hosting._spawn, list[HostedProcess]()
 
-    def spawned_and_gone(*given: Any) -> HostedScheduler:
+    def spawned_and_gone(*given: Any) -> HostedProcess:
         spawned.append(spawn(*given))
         return spawned[-1]
 
@@ -299,7 +301,7 @@ def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
             return look(*given)
         until(lambda: not spawned[-1].alive(), "the end of the scheduler")
         if seen:  # and it ended when it had been found alive
-            monkeypatch.setattr(HostedScheduler, "alive", lambda self: True)
+            monkeypatch.setattr(HostedProcess, "alive", lambda self: True)
         return "serves" if seen else look(*given)
 
     monkeypatch.setattr(hosting, "_spawn", spawned_and_gone)
@@ -311,7 +313,7 @@ def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
 
 
 def test_nobody_takes_the_port_of_the_scheduler_that_a_hosted_one_gave_way_to(
-    endpoint: str, started: list[HostedScheduler], monkeypatch: pytest.MonkeyPatch
+    endpoint: str, started: list[HostedProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a while after a scheduler gave up the endpoint none is started there, since the right one may be about to
     start.
@@ -376,7 +378,7 @@ def finished_chain(path: Path) -> None:
 
 
 def test_a_finished_chain_is_archived_and_a_new_one_begins(
-    endpoint: str, started: list[HostedScheduler], caplog: pytest.LogCaptureFixture
+    endpoint: str, started: list[HostedProcess], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "chaos_lightning.control")
     chosen = options(endpoint)
@@ -403,7 +405,7 @@ def test_a_restarted_worker_does_not_begin_a_finished_job_again(endpoint: str) -
 
 
 def test_a_worker_that_torchrun_restarted_begins_no_job_itself(
-    endpoint: str, tmp_path: Path, started: list[HostedScheduler], monkeypatch: pytest.MonkeyPatch
+    endpoint: str, tmp_path: Path, started: list[HostedProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that torchrun restarted begins no new job if its job has finished; one started for the first time
     does.
@@ -429,7 +431,7 @@ def test_a_finished_chain_can_be_kept(tmp_path: Path) -> None:
 
 
 def test_a_lingering_scheduler_of_the_finished_job_is_waited_out(
-    endpoint: str, started: list[HostedScheduler], monkeypatch: pytest.MonkeyPatch
+    endpoint: str, started: list[HostedProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = int(endpoint.rpartition(":")[2])
     with serving(port=port, settings=Settings(job="job")) as served, attending(endpoint) as client:
@@ -475,7 +477,7 @@ def test_options_come_from_the_members_configuration(monkeypatch: pytest.MonkeyP
         hosting.options_for_engine(config)
 
 
-def test_the_member_hosts_by_its_configuration(endpoint: str, started: list[HostedScheduler]) -> None:
+def test_the_member_hosts_by_its_configuration(endpoint: str, started: list[HostedProcess]) -> None:
     config = EngineConfig(endpoint=endpoint, job="job", min_nodes=2)
     keep(started, hosting.host_for_engine(config))
     assert fetch_status(endpoint)["min_nodes"] == 2
@@ -556,7 +558,7 @@ def test_two_schedulers_on_one_chain_are_refused_before_they_touch_it(tmp_path: 
 
 
 def test_a_hosted_scheduler_survives_the_process_group_that_started_it(
-    endpoint: str, started: list[HostedScheduler]
+    endpoint: str, started: list[HostedProcess]
 ) -> None:
     code = (
         "import os; from chaos_lightning.protocol.types import Settings\n"
@@ -571,6 +573,6 @@ def test_a_hosted_scheduler_survives_the_process_group_that_started_it(
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr
     pid, pid_start = map(int, done.stdout.split())
-    started.append(HostedScheduler(endpoint, pid, pid_start, Path("log"), None))
+    started.append(HostedProcess(endpoint, pid, pid_start, Path("log"), None))
     assert look(endpoint, "job", b"") == "serves"
     assert started[0].alive()

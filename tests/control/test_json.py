@@ -79,7 +79,7 @@ def test_commands_that_ask_a_scheduler(run: Callable[..., Said]) -> None:
 
 def test_what_was_done_is_told_in_words(run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chaos_lightning.control.resetting.reset_job", lambda *_, **__: "job [x]\x1b is over")
-    monkeypatch.setattr("chaos_lightning.control.channel.change_link", lambda *_, **__: "a b: linked")
+    monkeypatch.setattr("chaos_lightning.control.requests.change_link", lambda *_, **__: "a b: linked")
     assert shown(run("reset", "--json")) == {"done": "job [x]\x1b is over"}
     said = run("link", "add", "a", "b", "--json")
     assert shown(said) == {"done": "a b: linked"}

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from served import attending, serving
 
-from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.link_keys import KeyIssuer, levels
 from chaos_lightning.control.options import check_settings, settings_from_json, settings_to_json
-from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.errors import ConfigurationError, RefusedError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member import keyring
@@ -42,6 +41,7 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
+from chaos_lightning.service.sqlite_store import SqliteStore
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.sealing import Level, session_of
@@ -457,11 +457,8 @@ class Follower:
     def asked(self, name: str) -> None:
         """Ignores a name that asked while no scheduler led."""
 
-    def leader(self) -> str:
-        return ""
-
-    def trouble(self) -> str:
-        return ""
+    def waits(self, what: str) -> tuple[str, str]:
+        return "", ""
 
     def close(self) -> None:
         """Does nothing: nothing is open."""
@@ -473,7 +470,7 @@ def test_a_scheduler_that_follows_another_one_protects_links_by_the_rules_of_the
     """
     candidacy = Follower(Settings(links="encrypted"))
     with (
-        serving(settings=Settings(links="checksum"), candidacy=candidacy) as served,
+        serving(settings=Settings(links="checksum"), candidacy=candidacy, rules_of_job=candidacy.rules) as served,
         attending(served.endpoint, "a") as a,
     ):
         a.messages.wait_for(Welcome)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from until_support import until
 
 from chaos_lightning import cli
-from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.events.reader import log_files, read_events
 from chaos_lightning.membership.parts import division
 from chaos_lightning.observe.render import from_status
@@ -108,8 +108,8 @@ class Scripted:
 
     def die(self) -> None:
         """Ends the member's stream without a goodbye, as SIGKILL does."""
-        talk = self.client.agent._talk
-        self.client.agent._stopping = True
+        talk = self.client.agent._client.talk
+        self.client.agent._client._stopping = True
         assert talk is not None
         talk.end()
         self.client.agent.join(10.0)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.control import reach
-from chaos_lightning.control.election import Candidate, Election
-from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.leader_line import LeaderLine
-from chaos_lightning.control.reach import LASTING_S, Asked, Reach
 from chaos_lightning.membership import leader_search
+from chaos_lightning.service import reach
+from chaos_lightning.service.election import Candidate, Election
+from chaos_lightning.service.etcd_servers import EtcdServers
+from chaos_lightning.service.leader_line import LeaderLine
+from chaos_lightning.service.reach import LASTING_S, Asked, Reach
 
 PATIENCE_S = 30.0
 

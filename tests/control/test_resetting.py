@@ -15,12 +15,11 @@ from typer.testing import CliRunner
 from until_support import until
 
 from chaos_lightning import cli
-from chaos_lightning.control.chain import JobChain
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.driver import real_machine
+from chaos_lightning.control.job_chain import JobChain
 from chaos_lightning.control.options import SchedulerOptions
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.control.resetting import reset_job
-from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.control.scheduler_server import real_machine
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError
 from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.membership import effects as fx
@@ -36,6 +35,7 @@ from chaos_lightning.protocol.types import (
     View,
     ViewId,
 )
+from chaos_lightning.service.sqlite_store import SqliteStore
 
 NOBODY = "127.0.0.1:9"
 
@@ -200,10 +200,11 @@ def test_the_chain_of_a_scheduler_that_does_not_answer_is_left_alone(
 ) -> None:
     with JobChain(SqliteStore(chain, "default")) as store:
         term = store.tip().term
-    from chaos_lightning.control import channel, sqlite_store
+    from chaos_lightning.control import requests
+    from chaos_lightning.service import sqlite_store
 
     monkeypatch.setattr(sqlite_store, "_LOCK_PATIENCE_S", 0.1)
-    monkeypatch.setattr(channel, "fetch_status", functools.partial(channel.fetch_status, timeout_s=0.5))
+    monkeypatch.setattr(requests, "fetch_status", functools.partial(requests.fetch_status, timeout_s=0.5))
     view = View(ViewId(term, 1), NO_VIEW, ())
     with JobChain(SqliteStore(chain, "default")) as store:
         store.store.term = term

@@ -11,10 +11,9 @@ import pytest
 from keys_support import CHAIN, KEY, TRUSTED, Keys, Refusals, Shown, call, write_keys
 from served import PATIENCE_S, Served, attending, serving
 
-from chaos_lightning.control import service
-from chaos_lightning.control.auth_interceptor import Service
-from chaos_lightning.control.channel import change_link, drain, fetch_status
+from chaos_lightning.control import scheduler_calls
 from chaos_lightning.control.claims import ask
+from chaos_lightning.control.requests import SERVICE, change_link, drain, fetch_status
 from chaos_lightning.control.service_pb2_grpc import SchedulerServicer
 from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.machine import few_lines
@@ -24,6 +23,7 @@ from chaos_lightning.security import certificates, keyfiles, roles
 from chaos_lightning.security.access import TOKEN_KEY
 from chaos_lightning.security.keyfiles import KeyHolder
 from chaos_lightning.security.roles import ANYBODY, MEMBER, OBSERVER, OPERATOR, TOKEN, Right, Rights
+from chaos_lightning.service.auth_interceptor import Service
 
 CALLS = ("Attend", "Status", "Drain", "ChangeLink", "Reset", "Claim")
 OK, ROLE, NO_TOKEN, TLS = "ok", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE"
@@ -150,7 +150,7 @@ def test_each_cell_of_the_table(
 def test_the_port_behind_the_proxy_is_nobodys(what: str, keys: Keys, scheduler: Served, refusals: Refusals) -> None:
     """The gRPC port behind the TLS proxy refuses every direct call, even from this machine and with the token."""
     refusals.take()
-    inner = scheduler.server._auth.inner_port
+    inner = scheduler.server._frame.auth.inner_port
     assert inner != scheduler.server.port
     shown = Shown(None, keys.cluster.tokens[0])
     assert call(f"127.0.0.1:{inner}", what, shown) == NO_TOKEN
@@ -174,17 +174,17 @@ def test_without_credentials_everybody_on_this_machine_may_everything(what: str)
 
 def rights() -> Rights:
     made = Rights()
-    made.register(service.NAME, service.RIGHTS)
+    made.register(SERVICE, scheduler_calls.RIGHTS)
     return made
 
 
 def path(call: str) -> str:
-    return f"/{service.NAME}/{call}"
+    return f"/{SERVICE}/{call}"
 
 
 def test_the_table_names_every_call_there_is_and_no_other() -> None:
     methods = {name for name in vars(SchedulerServicer) if not name.startswith("_")}
-    assert set(service.RIGHTS) == methods == set(CALLS)
+    assert set(scheduler_calls.RIGHTS) == methods == set(CALLS)
     known = rights()
     assert not any(known.may(role, path("Shutdown")) for role in (*roles.certified(), TOKEN, ANYBODY))
     assert not known.may("owner", path("Status"))
@@ -355,6 +355,6 @@ def test_what_is_registered_twice_or_for_nobody_is_an_error(ringer: str) -> None
         roles.register_role(ringer, serves=True)
     known = rights()
     with pytest.raises(ValueError, match="Attend is registered already"):
-        known.register(service.NAME, service.RIGHTS)
+        known.register(SERVICE, scheduler_calls.RIGHTS)
     with pytest.raises(ValueError, match="no role owner is registered"):
         known.register(BELL, {"Ring": Right(("owner",))})

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from chaos_lightning.control import server_life
-from chaos_lightning.control.server_life import ServerLife
+from chaos_lightning.service import server_life
+from chaos_lightning.service.server_life import ServerLife
 
 PATIENCE_S = 30.0
 

@@ -19,10 +19,10 @@ import pytest
 from served import PATIENCE_S, SCHEDULER, Facts, attending, place_of, scheduler_process, serving
 from until_support import until
 
-from chaos_lightning.control import channel, hosting
-from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control import requests
 from chaos_lightning.control.hosting import ensure_scheduler, look
-from chaos_lightning.control.options import MEMORY, SchedulerOptions
+from chaos_lightning.control.options import SchedulerOptions
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.events.events import EventLog
@@ -34,6 +34,7 @@ from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership.effects import MessageIn
 from chaos_lightning.protocol.types import Heartbeat, Settings, Welcome
+from chaos_lightning.service.options import MEMORY
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
@@ -60,7 +61,7 @@ def said() -> Iterator[Said]:
 
 IMPATIENT = """
 import sys
-from chaos_lightning.control import channel
+from chaos_lightning.service import channel
 given = [name for name, _ in channel.SERVER_OPTIONS]
 channel.SERVER_OPTIONS[given.index("grpc.server_handshake_timeout_ms")] = ("grpc.server_handshake_timeout_ms", 2000)
 from chaos_lightning.control.scheduler_main import main
@@ -92,8 +93,10 @@ def exhaust(process: subprocess.Popen[str]) -> Callable[[], None]:
 @pytest.fixture
 def soon_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the time after which an endpoint counts as silent."""
-    monkeypatch.setattr(channel, "fetch_status", lambda *a, **named: fetch_status(*a, **{**named, "timeout_s": 0.3}))
-    monkeypatch.setattr(hosting, "is_another_kind", lambda host, port: is_another_kind(host, port, 0.2))
+    monkeypatch.setattr(requests, "fetch_status", lambda *a, **named: fetch_status(*a, **{**named, "timeout_s": 0.3}))
+    monkeypatch.setattr(
+        "chaos_lightning.service.hosting.is_another_kind", lambda host, port: is_another_kind(host, port, 0.2)
+    )
 
 
 @pytest.mark.usefixtures("soon_silent")
@@ -107,8 +110,8 @@ def test_a_scheduler_that_stands_still_is_waited_for_by_name(
     hurt: Callable[[subprocess.Popen[str]], Callable[[], None]],
     words: str,
 ) -> None:
-    monkeypatch.setattr(hosting, "_ODD_LISTENER_PATIENCE_S", 0.0)
-    monkeypatch.setattr(hosting, "TELL_S", 0.1)
+    monkeypatch.setattr("chaos_lightning.service.hosting.ODD_LISTENER_PATIENCE_S", 0.0)
+    monkeypatch.setattr("chaos_lightning.service.hosting.TELL_S", 0.1)
     endpoint = place_of(scheduler)
     heal = hurt(scheduler)
     options = SchedulerOptions(listen=endpoint, settings=Settings())

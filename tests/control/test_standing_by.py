@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -18,25 +17,27 @@ from etcd_for_tests import servers
 from served import PATIENCE_S, Facts, ScriptedMachine, Served, serving
 from until_support import until
 
-from chaos_lightning.control import election, scheduler_main
-from chaos_lightning.control.candidacy import EtcdCandidacy
-from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control import scheduler_main
 from chaos_lightning.control.chain_writer import ChainWriter
-from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.claims import ask
-from chaos_lightning.control.driver import real_machine
-from chaos_lightning.control.etcd_address import read_address
-from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.options import Owed, SchedulerOptions, SchedulerServerConfig
-from chaos_lightning.control.server import CANNOT_LEAD
+from chaos_lightning.control.etcd_rules import EtcdRules
+from chaos_lightning.control.job_chain import JobChain
+from chaos_lightning.control.member_streams import ENCODING, MemberStreams
+from chaos_lightning.control.options import Owed, SchedulerOptions
+from chaos_lightning.control.requests import fetch_status
+from chaos_lightning.control.scheduler_server import real_machine
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
-from chaos_lightning.control.store import Store
-from chaos_lightning.control.streams import MemberStream, Streams
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.types import Settings, ViewId
 from chaos_lightning.security.access import LEADER_KEY
+from chaos_lightning.service import election
+from chaos_lightning.service.etcd_address import read_address
+from chaos_lightning.service.etcd_servers import EtcdServers
+from chaos_lightning.service.memory_store import MemoryStore
+from chaos_lightning.service.server import CANNOT_LEAD
+from chaos_lightning.service.store import Store
+from chaos_lightning.service.streams import Stream
 
 
 class PlainCandidacy:
@@ -58,9 +59,6 @@ class PlainCandidacy:
     def open_store(self) -> Store:
         return MemoryStore()
 
-    def rules(self, given: Settings) -> Settings:
-        return given
-
     def watched(self) -> bool:
         return True
 
@@ -70,11 +68,9 @@ class PlainCandidacy:
     def stands_by(self) -> bool:
         return False
 
-    def leader(self) -> str:
-        return str(self.told.get("leader", ""))
-
-    def trouble(self) -> str:
-        return ""
+    def waits(self, what: str) -> tuple[str, str]:
+        place = str(self.told.get("leader", ""))
+        return f"this {what} waits to lead; now {place or 'nobody'} does", place
 
     def facts(self) -> dict[str, Any]:
         return dict(self.told)
@@ -100,7 +96,7 @@ def test_who_stands_by_numbers_founders_too() -> None:
 
 
 def test_a_task_that_fails_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chaos_lightning.control.server import SchedulerServer
+    from chaos_lightning.control.scheduler_server import SchedulerServer
 
     def fail(self: SchedulerServer) -> None:
         raise ZeroDivisionError("planted")
@@ -167,12 +163,13 @@ def test_only_a_process_that_has_not_led_before_begins_a_finished_job_anew(
         chain_of_one_view(store.store)
         assert store.append(fx.Persist(7, "finish", ViewId(1, 1))).ok
     for followed, given in ((True, old), (again, Settings(job=job, min_nodes=1))):
-        candidacy, elected = EtcdCandidacy(address, job, followed=followed), threading.Event()
+        rules, elected = EtcdRules(address, job, followed=followed), threading.Event()
+        candidacy = rules.candidacy
         try:
             candidacy.stand("a:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
             assert elected.wait(PATIENCE_S)
-            assert JobChain(candidacy.open_store()).tip().finished == followed
-            assert candidacy.rules(given) == (old if followed else given)
+            assert JobChain(rules.open_store()).tip().finished == followed
+            assert rules.rules(given) == (old if followed else given)
         finally:
             candidacy.close()
 
@@ -199,10 +196,15 @@ def test_the_end_of_a_job_is_carried_to_the_next_time_that_this_process_leads(
         address, (server,) = read_address(etcd.address), etcd.servers
 
         def lead(**changes: Any) -> AbstractContextManager[Served]:
-            candidacy = EtcdCandidacy(address, job, followed="owed" in changes, lease_s=2)
-            candidacy._client.deadline_s = 1.0
+            rules = EtcdRules(address, job, followed="owed" in changes, lease_s=2)
+            rules.candidacy.client.deadline_s = 1.0
             return serving(
-                candidacy=candidacy, open_store=candidacy.open_store, settings=settings, machine=make, **changes
+                candidacy=rules.candidacy,
+                open_store=rules.open_store,
+                rules_of_job=rules.rules,
+                settings=settings,
+                machine=make,
+                **changes,
             )
 
         def make(settings: Settings, chain: fx.Chain) -> ScriptedMachine:
@@ -255,24 +257,18 @@ def test_an_end_that_its_store_has_not_answered_yet_is_owed(monkeypatch: pytest.
 def test_a_process_that_stands_by_again_knows_what_it_owes(monkeypatch: pytest.MonkeyPatch) -> None:
     owed, seen = Owed(fx.Persist(1, "finish", ViewId(1, 1)), "chain", "1.1", "away"), []
 
-    async def serve(
-        config: SchedulerServerConfig, *_: Any, on_started: Callable[[Any], None], **__: Any
-    ) -> tuple[str, bool]:
-        seen.append(config.owed)
+    async def serve(server: Any, on_started: Callable[[Any], None]) -> tuple[str, bool]:
+        seen.append(server.config.owed)
         if len(seen) == 1:
-            on_started(SimpleNamespace(asked_to_end=None, status=lambda: dict.fromkeys(STATUS, ""), owed=owed))
+            server._writer.owed = owed
         return "it leads no more", len(seen) < 3
 
-    monkeypatch.setattr("chaos_lightning.control.server.serve", serve)
-    monkeypatch.setattr(scheduler_main, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(
-        scheduler_main, "_candidacy", lambda *_, **__: SimpleNamespace(check=lambda _: "", open_store=None)
-    )
-    assert scheduler_main.run(SchedulerOptions(listen="127.0.0.1:1", settings=Settings())) == 0
+    monkeypatch.setattr("chaos_lightning.service.server.serve", serve)
+    monkeypatch.setattr("chaos_lightning.service.server.AGAIN_S", 0.0)
+    monkeypatch.setattr(EtcdRules, "check", lambda *_: "")
+    options = SchedulerOptions(listen="127.0.0.1:1", store="etcd://127.0.0.1:1", settings=Settings())
+    assert scheduler_main.run(options) == 0
     assert seen == [None, owed, owed]
-
-
-STATUS = ("job", "endpoint", "pid", "min_nodes", "max_nodes", "term", "store")
 
 
 def test_a_leader_that_fails_with_any_error_ends() -> None:
@@ -342,8 +338,9 @@ def test_one_that_was_elected_says_that_it_still_takes_the_chain() -> None:
 
 
 def test_a_member_that_is_not_heard_is_not_present() -> None:
-    streams = Streams(print, print, print, hello_timeout_s=1.0, pulses=True)
-    heard, silent = streams.standing[1], streams.standing[2] = MemberStream(1, "a"), MemberStream(2, "b")
+    streams = MemberStreams(print, print, print, hello_timeout_s=1.0, pulses=True)
+    heard, silent = (Stream(number, name, "Attend", ENCODING) for number, name in ((1, "a"), (2, "b")))
+    streams.standing |= {1: heard, 2: silent}
     heard.name, silent.name = "a", "b"
     silent.heard -= 2.0
     assert streams.present(1.0) == {"a"}

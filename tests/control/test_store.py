@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 from store_support import Open
 
-from chaos_lightning.control.etcd_client import put
-from chaos_lightning.control.etcd_store import EtcdStore
-from chaos_lightning.control.sqlite_store import FileLock, SqliteStore, archive
-from chaos_lightning.control.store import EMPTY, MAX_BODY_NBYTES, MAX_ENDED, Appended, End, ReadAnewError, Store
 from chaos_lightning.errors import ConfigurationError, OversizeError, StoreError
+from chaos_lightning.service.etcd_client import put
+from chaos_lightning.service.etcd_store import EtcdStore
+from chaos_lightning.service.sqlite_store import FileLock, SqliteStore, archive
+from chaos_lightning.service.store import EMPTY, MAX_BODY_NBYTES, MAX_ENDED, Appended, End, ReadAnewError, Store
 
 
 def test_records_are_bounded_at_the_same_size_in_all_stores(opened: Open) -> None:
@@ -366,7 +366,7 @@ def test_sqlite_writes_are_synchronous_and_private(tmp_path: Path) -> None:
 
 WRITER = """
 import json, sys
-from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.service.sqlite_store import SqliteStore
 store = SqliteStore(sys.argv[1], "job")
 end = store.take_term()
 for number in range(1, 100000):
@@ -474,7 +474,7 @@ def test_reading_needs_a_file(tmp_path: Path) -> None:
 
 
 def test_one_scheduler_serves_a_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.control.sqlite_store._LOCK_PATIENCE_S", 0.05)
+    monkeypatch.setattr("chaos_lightning.service.sqlite_store._LOCK_PATIENCE_S", 0.05)
     path = tmp_path / "chain"
     with SqliteStore(path, "job", exclusive=True) as first, SqliteStore(path, "job", exclusive=True) as second:
         assert first.take_term().term == 1

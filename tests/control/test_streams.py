@@ -9,9 +9,9 @@ import hmac
 
 import pytest
 
-from chaos_lightning.control import link_keys, streams
+from chaos_lightning.control import member_streams
 from chaos_lightning.control.link_keys import KeyIssuer
-from chaos_lightning.control.streams import MemberStream, Streams
+from chaos_lightning.control.member_streams import ENCODING, MemberStreams
 from chaos_lightning.membership.leader_search import PULSE_S, PULSE_TIMEOUT_S, pulse_s, pulse_timeout_s
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.codec import unwrap_to_member
@@ -30,6 +30,8 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
+from chaos_lightning.service import keys
+from chaos_lightning.service.streams import Encoding, Stream
 
 COUNT = 64
 MEMBERS = tuple(Member(f"m{i}~{i}", f"m{i}", "host", "127.0.0.1", 1) for i in range(1, COUNT + 1))
@@ -58,11 +60,11 @@ class Crowd:
     """Control streams of COUNT members that have said hello."""
 
     def __init__(self, rule: str) -> None:
-        self.streams = Streams(print, print, print, hello_timeout_s=1.0, pulses=False)
+        self.streams = MemberStreams(print, print, print, hello_timeout_s=1.0, pulses=False)
         self.streams.keys = KeyIssuer(Settings(links=rule), secret_channel=rule != "checksum")
         self.receivers = {n: Receiver() for n in range(1, COUNT + 1)}
         for number, member in enumerate(MEMBERS, 1):
-            self.streams.standing[number] = MemberStream(number, member.name)
+            self.streams.standing[number] = Stream(number, member.name, "Attend", member_streams.ENCODING)
             self.streams.send(number, Welcome(member, 1, "founder", "", 0.1, 0.3))
 
     def send_to_all(self, message: ToMember) -> None:
@@ -74,7 +76,7 @@ class Crowd:
 
         async def write_all() -> None:
             self.streams.close_all()
-            tasks = [self.streams._write(self.streams.standing[n], r) for n, r in self.receivers.items()]
+            tasks = [self.streams._streams._write(self.streams.standing[n], r) for n, r in self.receivers.items()]
             await asyncio.gather(*tasks)
 
         asyncio.run(write_all())
@@ -84,13 +86,12 @@ class Crowd:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[ToMember]:
     """List of all messages that the streams have encoded."""
     seen: list[ToMember] = []
-    encode = streams.encode_to_member
 
     def counted(message: ToMember) -> bytes:
         seen.append(message)
-        return encode(message)
+        return ENCODING.write(message)
 
-    monkeypatch.setattr(streams, "encode_to_member", counted)
+    monkeypatch.setattr(member_streams, "ENCODING", Encoding(ENCODING.read, counted))
     return seen
 
 
@@ -116,7 +117,7 @@ def test_the_key_of_a_link_is_made_once_per_view_and_each_member_gets_its_own_at
         digests.append(what)
         return hmac.new(key, what, kind).digest()
 
-    monkeypatch.setattr(link_keys.hmac, "digest", digest)
+    monkeypatch.setattr(keys.hmac, "digest", digest)
     crowd = Crowd("encrypted")
     for number in (1, 2):
         crowd.send_to_all(Decide(a_view(number), GENESIS))

@@ -22,10 +22,9 @@ from keys_support import CHAIN, KEY, TRUSTED, Keys, Refusals, Shown, call, write
 from served import PATIENCE_S, Facts, Served, attending, serving
 from until_support import until
 
-from chaos_lightning.control import tls_proxy
-from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.hosting import ensure_scheduler, look
-from chaos_lightning.control.options import MEMORY, SchedulerOptions
+from chaos_lightning.control.options import SchedulerOptions
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.errors import ConfigurationError, RefusedError
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.membership import effects as fx
@@ -34,6 +33,8 @@ from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import KeyHolder
 from chaos_lightning.security.tls_trouble import tls_trouble
+from chaos_lightning.service import tls_proxy
+from chaos_lightning.service.options import MEMORY
 
 
 @pytest.fixture
@@ -458,7 +459,7 @@ def test_a_look_that_fails_is_told_once_and_is_not_the_last_one(
 
 
 def the_proxy(served: Served) -> tls_proxy.TlsProxy:
-    found = served.server._auth._tls_proxy
+    found = served.server._frame.auth._tls_proxy
     assert found is not None
     return found
 

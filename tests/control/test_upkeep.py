@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from chain_support import finish
 
-from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.job_chain import JobChain
 from chaos_lightning.control.options import FINAL
-from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.control.upkeep import CHAINS_LEFT, clean_up
 from chaos_lightning.events.events import FORGOTTEN_S
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
+from chaos_lightning.service.sqlite_store import SqliteStore
 
 NOW = time.time() + FORGOTTEN_S + 86400.0
 """All that a test writes within a day is old enough then."""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from served import attending, serving
 
-from chaos_lightning.control.streams import MemberStream, Streams
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Hello, Leave, Member, NextView, Notice, Settings, View, ViewId, Welcome
+from chaos_lightning.service.streams import Stream, Streams
 
 
 def says_leave(event: fx.SchedulerEvent) -> bool:
@@ -22,7 +22,7 @@ def closed(event: fx.SchedulerEvent) -> bool:
 
 
 def test_a_member_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.control.streams._MAX_OUTBOX", 8)
+    monkeypatch.setattr("chaos_lightning.control.member_streams.MOST_WAITING", 8)
     flood: list[fx.SchedulerEffect] = [fx.Send(1, Notice("x" * 1000)) for _ in range(50)]
     with serving(lambda e: flood if says_leave(e) else None) as served, attending(served.endpoint) as client:
         client.states.wait(lambda s: s == "connected")
@@ -32,10 +32,10 @@ def test_a_member_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_keys_that_come_with_messages_to_others_count_for_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that does not read is cut off even if it is sent only keys, which accompany messages to others."""
-    monkeypatch.setattr("chaos_lightning.control.streams._MAX_OUTBOX", 8)
+    monkeypatch.setattr("chaos_lightning.control.member_streams.MOST_WAITING", 8)
     write = Streams._write
 
-    async def stuck(streams: Streams, stream: MemberStream, context: Any) -> None:
+    async def stuck(streams: Streams, stream: Stream, context: Any) -> None:
         if stream.number == 1:
             await asyncio.Event().wait()
         await write(streams, stream, context)

@@ -22,10 +22,9 @@ from until_support import until
 
 from chaos_lightning.control import summing
 from chaos_lightning.control.agent import Agent
-from chaos_lightning.control.chain import SUMMARY, JobChain
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.memory_store import MemoryStore, Shelf
-from chaos_lightning.control.server import real_machine
+from chaos_lightning.control.job_chain import SUMMARY, JobChain
+from chaos_lightning.control.requests import fetch_status
+from chaos_lightning.control.scheduler_server import real_machine
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.protocol.codec import decode_peer, encode_peer
@@ -44,6 +43,7 @@ from chaos_lightning.protocol.types import (
     Verdict,
     ViewId,
 )
+from chaos_lightning.service.memory_store import MemoryStore, Shelf
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Facts, Served, hello, serving
@@ -190,8 +190,8 @@ class Node:
     def die(self) -> None:
         """Ends the member's control stream and all its links without a goodbye, as SIGKILL does."""
         self.dead = True
-        talk = self.agent._talk
-        self.agent._stopping = True
+        talk = self.agent._client.talk
+        self.agent._client._stopping = True
         assert talk is not None
         talk.end()
         self.agent.join(PATIENCE_S)

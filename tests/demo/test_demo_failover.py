@@ -16,8 +16,8 @@ import pytest
 from log_support import whole_lines
 from until_support import until
 
-from chaos_lightning.control.etcd_servers import find_etcd
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.service.etcd_servers import find_etcd
 from chaos_lightning.testing.demo.failover import prove
 from chaos_lightning.testing.demo.proof import Evidence
 
@@ -175,7 +175,7 @@ def test_ctrl_c_ends_everything_and_says_where_the_logs_are(tmp_path: Path) -> N
 def test_where_etcd_is_not_installed_it_says_so_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from chaos_lightning.control import etcd_servers
+    from chaos_lightning.service import etcd_servers
     from chaos_lightning.testing.demo.failover import demo_failover
 
     monkeypatch.setattr(etcd_servers.shutil, "which", lambda *_, **__: None)

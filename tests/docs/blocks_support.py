@@ -37,6 +37,7 @@ PAGES = (
             "hydra",
             "pipelines",
             "scale",
+            "extending",
         )
     ),
     *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "recipes").glob("*.md")),

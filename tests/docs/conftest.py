@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from installed_support import Installed, install
 
-from chaos_lightning.control.sqlite_store import FileLock
+from chaos_lightning.service.sqlite_store import FileLock
 
 
 @pytest.fixture(scope="session")

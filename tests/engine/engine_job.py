@@ -13,7 +13,7 @@ import engine_members
 import forked_support
 from forked_support import SCHEDULER
 
-from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.events.registry import problems
 from chaos_lightning.machine.listener import free_port

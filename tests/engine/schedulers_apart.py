@@ -13,9 +13,9 @@ from typing import Any
 
 from engine_job import Job, says, who_leads
 
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.etcd_servers import EtcdServers
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.machine.listener import free_ports
+from chaos_lightning.service.etcd_servers import EtcdServers
 from chaos_lightning.testing.edge.relay import Way
 
 

@@ -175,10 +175,10 @@ def test_a_scheduler_begins_on_a_wrong_folder(rig: Rig, seed: int) -> None:
 
 def other_chain(rig: Rig) -> None:
     """Writes a chain under the same job's name in which none of this job's members ever was."""
-    from chaos_lightning.control.chain import JobChain
-    from chaos_lightning.control.sqlite_store import SqliteStore
+    from chaos_lightning.control.job_chain import JobChain
     from chaos_lightning.membership.effects import Persist
     from chaos_lightning.protocol.types import NO_VIEW, Member, View, ViewId
+    from chaos_lightning.service.sqlite_store import SqliteStore
 
     stranger = Member("x~1", "x", "elsewhere", "127.0.0.1", 1)
     with JobChain(SqliteStore(rig.state / "chain.sqlite", "default")) as chain:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engine_job import Job
 
-from chaos_lightning.control.channel import drain
+from chaos_lightning.control.requests import drain
 from chaos_lightning.errors import DepartedError
 from chaos_lightning.protocol.types import GENESIS
 from chaos_lightning.trainer import Trainer

@@ -14,10 +14,10 @@ import pytest
 from engine_job import Job, says, who_leads
 from etcd_for_tests import servers
 
-from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.membership.leader_search import HEARS_SEVERAL_S
+from chaos_lightning.service.etcd_servers import EtcdServers
 
 SPEC: dict[str, Any] = {"epochs": 1000, "step_s": 0.04}
 """Slow steps: the test reads what is logged of each in the process whose threads relay members' heartbeats."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from engine_job import Job
 
-from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.events.events import Record
 from chaos_lightning.testing.edge.relay import LinkRelay
 

@@ -13,7 +13,7 @@ import pytest
 from engine_job import Job
 from etcd_for_tests import servers
 
-from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.errors import RefusedError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.listener import free_ports

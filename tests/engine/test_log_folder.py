@@ -12,14 +12,15 @@ from engine_members import UNTIL_ENOUGH
 from typer.testing import CliRunner
 
 from chaos_lightning import cli
-from chaos_lightning.control.options import SchedulerOptions, log_folder
+from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.events.events import FORGOTTEN_S
 from chaos_lightning.events.reader import log_files, read_events
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.observe.audit import OK, audit
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
-from chaos_lightning.outer.exchange.options import ServerOptions
+from chaos_lightning.outer.exchange.server_options import ServerOptions
 from chaos_lightning.outer.follower.follower_options import FollowerOptions
+from chaos_lightning.service.options import log_folder
 from chaos_lightning.settings import EngineConfig, absolute_log_dir
 
 

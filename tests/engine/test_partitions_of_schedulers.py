@@ -19,9 +19,9 @@ from schedulers_apart import Apart
 from test_failover import SETTINGS, SPEC, equal, etcd, train
 from test_graph_in_two import one_chain
 
-from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.events.events import Record
 from chaos_lightning.observe.status import status
+from chaos_lightning.service.etcd_servers import EtcdServers
 
 __all__ = ["etcd"]
 

@@ -14,13 +14,13 @@ from engine_job import Job
 from etcd_for_tests import servers
 from test_failover import SETTINGS, SPEC, equal, leading, train
 
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.etcd_address import read_address
-from chaos_lightning.control.etcd_client import delete
-from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.etcd_store import job_root
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.listener import free_ports
+from chaos_lightning.service.etcd_address import read_address
+from chaos_lightning.service.etcd_client import delete
+from chaos_lightning.service.etcd_servers import EtcdServers
+from chaos_lightning.service.etcd_store import job_root
 
 RULES = {"min_nodes": 1, "reconnect_grace_s": 2.0}
 

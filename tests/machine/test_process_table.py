@@ -13,9 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from chaos_lightning.control.chain import JobChain
-from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.server import real_machine
+from chaos_lightning.control.job_chain import JobChain
+from chaos_lightning.control.scheduler_server import real_machine
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine import watcher
 from chaos_lightning.machine.process_table import (
@@ -40,6 +39,7 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
+from chaos_lightning.service.memory_store import MemoryStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import attending, serving

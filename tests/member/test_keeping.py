@@ -14,10 +14,9 @@ import pytest
 import torch
 from served import hello
 
-from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.job_chain import JobChain
 from chaos_lightning.control.options import SchedulerOptions, default_store
 from chaos_lightning.control.resetting import reset_job
-from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.keeping import MAX_CHECKPOINTS, Keeping, LoadedCheckpoint, folder_of, remembered
@@ -40,6 +39,7 @@ from chaos_lightning.protocol.types import (
 from chaos_lightning.replication import ModuleState, StateAccess
 from chaos_lightning.replication import kept as files
 from chaos_lightning.replication.part_state import PartState
+from chaos_lightning.service.sqlite_store import SqliteStore
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.trainer import has_stepped
 

@@ -405,12 +405,11 @@ def test_watch_prints_once_without_a_terminal(logs: Path, capsys: pytest.Capture
 
 
 def test_an_unreachable_scheduler_is_a_line_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    import chaos_lightning.control.channel as channel
 
     def unreachable(*_: object) -> dict[str, object]:
         raise SchedulerUnreachableError("no scheduler at 127.0.0.1:1")
 
-    monkeypatch.setattr(channel, "fetch_status", unreachable)
+    monkeypatch.setattr("chaos_lightning.control.requests.fetch_status", unreachable)
     assert "training needs none" in lines_of(commands.ask("127.0.0.1:1")(), width=140)
 
 
@@ -475,12 +474,11 @@ def test_logs_that_show_nothing_are_no_pass(tmp_path: Path) -> None:
 
 
 def test_top_once_fails_without_a_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    import chaos_lightning.control.channel as channel
 
     def unreachable(*_: object) -> dict[str, object]:
         raise SchedulerUnreachableError("no scheduler at 127.0.0.1:1")
 
-    monkeypatch.setattr(channel, "fetch_status", unreachable)
+    monkeypatch.setattr("chaos_lightning.control.requests.fetch_status", unreachable)
     done = CliRunner().invoke(app(), ["top", "--once", "--endpoint", "127.0.0.1:1"])
     assert isinstance(done.exception, SchedulerUnreachableError)  # `cli.main` prints it and exits with 1
 

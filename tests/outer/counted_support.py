@@ -19,10 +19,10 @@ from outer_job_support import OuterJob
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.diloco import DiLoCo
 from chaos_lightning.outer.exchange.vocabulary import entry_of
 from chaos_lightning.outer.rules.types import RolledBack, Round
+from chaos_lightning.service.sqlite_store import SqliteStore
 from chaos_lightning.testing.harness import Harness
 
 BATCH = 16

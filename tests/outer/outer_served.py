@@ -11,14 +11,11 @@ from typing import Any
 
 from served import PATIENCE_S, Facts, shared_loop
 
-from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.options import MEMORY
-from chaos_lightning.control.store import Store
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.process_table import host_identity, start_time
-from chaos_lightning.outer.exchange.control_client import ControlClient
-from chaos_lightning.outer.exchange.options import LeaderOptions
+from chaos_lightning.outer.exchange.control_client import control_client
+from chaos_lightning.outer.exchange.server_options import LeaderOptions
 from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.rules.exact import ExactSum
 from chaos_lightning.outer.rules.types import (
@@ -31,8 +28,11 @@ from chaos_lightning.outer.rules.types import (
     TensorSpec,
     VersionId,
 )
-from chaos_lightning.outer.server.server import LeaderConfig, OuterServer
+from chaos_lightning.outer.server.leader_server import LeaderConfig, OuterServer
 from chaos_lightning.security.credentials import Secret
+from chaos_lightning.service.memory_store import MemoryStore
+from chaos_lightning.service.options import MEMORY
+from chaos_lightning.service.store import Store
 
 AGREEMENT = Agreement((TensorSpec("weight", "float32", (4,)),))
 ZERO = ExactSum.of(()).encode()
@@ -102,7 +102,7 @@ class Scripted:
         self.states: Facts[str] = Facts()
         """ "connected", and why not any more."""
         self.troubles: Facts[ChaosError] = Facts()
-        self.client = ControlClient(
+        self.client = control_client(
             endpoints.split(","),
             secret,
             call=call,

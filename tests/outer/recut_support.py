@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from chaos_lightning.control.store import Store
 from chaos_lightning.outer.commands.recut import recut
 from chaos_lightning.outer.exchange.kernel import OuterState
 from chaos_lightning.outer.exchange.vocabulary import body_bytes
@@ -35,6 +34,7 @@ from chaos_lightning.outer.rules.types import (
     Weighed,
 )
 from chaos_lightning.outer.server.chain_store import load_chain
+from chaos_lightning.service.store import Store
 
 TENSORS = (TensorSpec("a", "float32", (500,)), TensorSpec("b", "float32", (70, 3)))
 GRID = Grid((500, 210), 64)

@@ -15,8 +15,6 @@ from outer_served import HERE, OuterServed, ScriptedCluster, outer_serving
 from torch import Tensor
 from until_support import until
 
-from chaos_lightning.control.memory_store import MemoryStore, Shelf
-from chaos_lightning.control.scheduler_main import options_parser
 from chaos_lightning.declared import declared, read_options
 from chaos_lightning.errors import ConfigurationError, NoDonorError
 from chaos_lightning.events.events import read_events
@@ -27,7 +25,7 @@ from chaos_lightning.outer.exchange.codec import BF16, Part
 from chaos_lightning.outer.exchange.fetching import fetch_version, hold_push
 from chaos_lightning.outer.exchange.kernel import OuterState, RoundUpdate
 from chaos_lightning.outer.exchange.lines import SERVING, ParkedLines
-from chaos_lightning.outer.exchange.options import ServerOptions
+from chaos_lightning.outer.exchange.server_options import ServerOptions
 from chaos_lightning.outer.follower.follower_options import FollowerOptions
 from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.rules.grid import Grid
@@ -43,6 +41,8 @@ from chaos_lightning.outer.rules.types import (
 )
 from chaos_lightning.outer.server.chain_store import load_chain
 from chaos_lightning.replication.server import StateServer
+from chaos_lightning.service.main import options_parser
+from chaos_lightning.service.memory_store import MemoryStore, Shelf
 from chaos_lightning.testing.processes import Child, start_function
 
 AGREEMENT = Agreement(

@@ -7,8 +7,6 @@ from functools import cache
 import pytest
 from leader_rig import Rig
 
-from chaos_lightning.control.etcd_store import EtcdStore, _record_bytes, _unpacked
-from chaos_lightning.control.store import MAX_RECORD_NBYTES, StoreRecord
 from chaos_lightning.outer.exchange.vocabulary import FROM_CLUSTER, TO_FOLLOWER, body_bytes, entry_of
 from chaos_lightning.outer.follower.shard_files import _MOST_HEADER_NBYTES
 from chaos_lightning.outer.rules import effects as fx
@@ -16,6 +14,8 @@ from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.rules.summaries import MOST_CHARACTERS, summary_of
 from chaos_lightning.outer.rules.types import NO_VERSION, Agreement, JobOpened, TensorSpec
 from chaos_lightning.protocol.codec import MAX_CONTROL_NBYTES
+from chaos_lightning.service.etcd_store import EtcdStore, _record_bytes, _unpacked
+from chaos_lightning.service.store import MAX_RECORD_NBYTES, StoreRecord
 
 MANY = 100_000
 

@@ -11,16 +11,16 @@ from outer_served import ScriptedCluster, ScriptedFollower, at_once, outer_servi
 from recut_support import Stopped
 from until_support import until
 
-from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.outer.cluster.hosting import ensure_server
+from chaos_lightning.outer.cluster.server_start import ensure_server
 from chaos_lightning.outer.commands import ps
 from chaos_lightning.outer.commands.server_main import followers_of
 from chaos_lightning.outer.exchange.control_client import fetch_facts
-from chaos_lightning.outer.exchange.options import ServerOptions
+from chaos_lightning.outer.exchange.server_options import ServerOptions
 from chaos_lightning.outer.rules.leader import LeaderMachine
 from chaos_lightning.outer.server import standing
+from chaos_lightning.service.memory_store import MemoryStore, Shelf
 
 CUT = "the shards of this job are cut for 2 (follower-0, follower-1); that stays"
 

@@ -20,16 +20,16 @@ from outer_served import PATIENCE_S, outer_serving
 from until_support import until
 
 from chaos_lightning import outer
-from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.outer.cluster.session import OuterSession
-from chaos_lightning.outer.exchange.control_client import ControlClient, ask_end, fetch_facts
+from chaos_lightning.outer.exchange.control_client import ask_end, control_client, fetch_facts
 from chaos_lightning.outer.follower.follower_process import FollowerProcess
 from chaos_lightning.outer.follower.shard_files import ShardFiles
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import Durable, Removed, Round
 from chaos_lightning.outer.server.chain_store import load_chain
+from chaos_lightning.service.sqlite_store import SqliteStore
 
 HOUR_S = 3600.0
 EACH = OuterSettings(policy="robust", inner_steps=2, batch=16)
@@ -62,7 +62,7 @@ def follow(place: str, folder: Path, note: Callable[..., None]) -> FollowerProce
     """Returns a follower that runs in this process."""
     made = FollowerProcess(
         *("f0", ShardFiles(folder, "default"), ("127.0.0.1", 0), b""),
-        lambda **calls: ControlClient([place], b"", call="Follow", **calls),
+        lambda **calls: control_client([place], b"", call="Follow", **calls),
         note,
     )
     made.start()
@@ -118,7 +118,7 @@ def test_neither_leader_nor_follower_nor_cluster_goes_by_wall_time(
 
 
 WALL_CLOCK = {"time", "time_ns", "localtime", "gmtime", "strftime", "ctime"}
-ON_WALL_TIME = {"server_main.py:put_away": 1, "server_main.py:run": 1, "upkeep.py:words": 2}
+ON_WALL_TIME = {"server_main.py:put_away": 1, "server_main.py:run": 1, "ended_folders.py:words": 2}
 """Functions that name and age the folders of ended jobs, with how often each reads the clock: files have wall time."""
 
 

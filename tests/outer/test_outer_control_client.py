@@ -21,11 +21,12 @@ from until_support import until
 
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.machine.listener import free_port
-from chaos_lightning.outer.exchange import control_client, outer_pb2
-from chaos_lightning.outer.exchange.control_client import ControlClient, ask_end, fetch_facts
+from chaos_lightning.outer.exchange import outer_pb2
+from chaos_lightning.outer.exchange.control_client import ask_end, control_client, fetch_facts
 from chaos_lightning.outer.exchange.outer_pb2_grpc import ParameterServerServicer, add_ParameterServerServicer_to_server
 from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.rules.types import IncarnationId
+from chaos_lightning.service.client import ServiceClient
 
 NOBODY = "127.0.0.1:9"
 
@@ -103,8 +104,8 @@ def test_what_is_no_message_of_the_call_is_a_mistake_of_the_caller() -> None:
 
 def test_a_callback_may_close_the_client() -> None:
     with outer_serving() as served:
-        clients: list[ControlClient] = []
-        client = ControlClient(
+        clients: list[ServiceClient] = []
+        client = control_client(
             [served.endpoint],
             b"",
             call="Follow",
@@ -154,7 +155,7 @@ def leader_process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]
 
 
 def test_a_frozen_leader_is_left_and_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(control_client, "SILENT_S", 1.0)
+    monkeypatch.setattr("chaos_lightning.service.client.SILENT_S", 1.0)
     port = free_port()
     with leader_process(tmp_path, port) as process:
         follower = ScriptedFollower(f"127.0.0.1:{port}")

@@ -20,7 +20,6 @@ import torch
 from forked_support import run
 from outer_job_support import FOLLOWER, OuterJob, inner_step, open_session, small_model, wait_for_file
 
-from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.events.events import Record
 from chaos_lightning.observe.audit import VIOLATED
@@ -41,6 +40,7 @@ from chaos_lightning.outer.rules.grid import Grid
 from chaos_lightning.outer.rules.judging import judge
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import Counters, Factors, Founded, GateState, Offer, RolledBack, Round
+from chaos_lightning.service.sqlite_store import SqliteStore
 from chaos_lightning.testing.harness import Harness
 
 ROUNDS, STEPS = 10, 3

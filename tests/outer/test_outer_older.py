@@ -16,7 +16,6 @@ import pytest
 from outer_served import OuterServed, ScriptedCluster, ScriptedFollower, at_once, outer_serving
 from until_support import until
 
-from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.outer.commands import leader_main, server_main
 from chaos_lightning.outer.exchange.control_client import fetch_facts
@@ -24,6 +23,7 @@ from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.rules.chain import OuterChain
 from chaos_lightning.outer.rules.types import Round
 from chaos_lightning.outer.server.chain_store import load_chain
+from chaos_lightning.service.sqlite_store import SqliteStore
 
 Who = TypeVar("Who", ScriptedCluster, ScriptedFollower)
 

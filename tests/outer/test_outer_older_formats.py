@@ -15,8 +15,8 @@ from outer_cluster_support import Clusters
 from chaos_lightning.errors import StateError
 from chaos_lightning.outer.cluster import elastic
 from chaos_lightning.outer.cluster.elastic import NewcomerFacts
-from chaos_lightning.outer.rules.plain import text_of
 from chaos_lightning.outer.rules.types import NO_VERSION
+from chaos_lightning.protocol.plain import text_of
 from chaos_lightning.replication import kept
 
 HEAD = "0123456789abcdef"

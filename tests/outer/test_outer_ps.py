@@ -19,23 +19,23 @@ from outer_served import AGREEMENT, ScriptedCluster, ScriptedFollower, at_once, 
 from recut_support import Stopped
 from until_support import until
 
-from chaos_lightning.control.hosting import HostedScheduler
-from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ChaosError, ConfigurationError, SchedulerUnreachableError, StoreError
 from chaos_lightning.events.events import read_events
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.machine.process_table import process_state
 from chaos_lightning.machine.signals import END
-from chaos_lightning.outer.cluster import hosting
-from chaos_lightning.outer.cluster.hosting import ensure_server
+from chaos_lightning.outer.cluster import server_start
+from chaos_lightning.outer.cluster.server_start import ensure_server
 from chaos_lightning.outer.commands import ps
 from chaos_lightning.outer.commands.server_main import gives_way
 from chaos_lightning.outer.commands.supervisor import LEADER, SPARE
 from chaos_lightning.outer.exchange.control_client import fetch_facts
-from chaos_lightning.outer.exchange.options import ServerOptions
+from chaos_lightning.outer.exchange.server_options import ServerOptions
 from chaos_lightning.outer.exchange.vocabulary import body_bytes
 from chaos_lightning.outer.rules.types import JobOpened
 from chaos_lightning.outer.server.chain_store import load_chain
+from chaos_lightning.service.hosting import HostedProcess
+from chaos_lightning.service.sqlite_store import SqliteStore
 from chaos_lightning.testing.processes import Child, start_command
 
 STARTS_S = 60.0
@@ -221,7 +221,7 @@ def test_another_jobs_server_is_not_started_for_who_had_one(tmp_path: Path) -> N
         job_id = load_chain(store).job_id
     with pytest.raises(StoreError, match=rf"but another's \({job_id[:8]} and not 01234567\). Start one there on"):
         ensure_server(options, again=True, job_id="0123456789abcdef")
-    hosting._check_chain(options, job_id)
+    server_start._check_chain(options, job_id)
 
 
 def test_a_server_that_cannot_run_says_why(tmp_path: Path) -> None:
@@ -243,11 +243,11 @@ def test_who_lost_the_race_for_a_server_waits_for_the_winner(
     log.write_text(f"error: another server uses it, so {gives_way(ended.pid)}\n" + "the winner is up\n" * 5)
     options = ServerOptions(listen=f"127.0.0.1:{free_port()}", dir=str(tmp_path / "job"))
     seen = iter(["free", *["silent"] * 3, "free", "serves"])
-    monkeypatch.setattr(hosting, "look", lambda *given: next(seen))
-    monkeypatch.setattr(hosting, "_RACE_S", 0.0)
-    monkeypatch.setattr(hosting, "TELL_S", 0.0)
+    monkeypatch.setattr(server_start, "look", lambda *given: next(seen))
+    monkeypatch.setattr("chaos_lightning.service.hosting.RACE_S", 0.0)
+    monkeypatch.setattr("chaos_lightning.service.hosting.TELL_S", 0.0)
     monkeypatch.setattr(
-        hosting, "_spawn", lambda *given, **named: HostedScheduler(options.listen, ended.pid, 0, log, None)
+        server_start, "_spawn", lambda *given, **named: HostedProcess(options.listen, ended.pid, 0, log, None)
     )
     assert ensure_server(options) is None
     assert "another process of this machine starts it" in caplog.text

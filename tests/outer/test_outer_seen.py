@@ -11,10 +11,10 @@ from outer_served import outer_serving
 from typer.testing import CliRunner
 
 from chaos_lightning import cli
-from chaos_lightning.control.options import log_folder
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.observe import commands, exporter, status
+from chaos_lightning.service.options import log_folder
 from chaos_lightning.settings import DEFAULT_ENDPOINT
 
 
@@ -29,7 +29,7 @@ def no_scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def silent(*args: object, **kwargs: object) -> None:
         raise SchedulerUnreachableError("nobody answers")
 
-    monkeypatch.setattr("chaos_lightning.control.channel.fetch_status", silent)
+    monkeypatch.setattr("chaos_lightning.control.requests.fetch_status", silent)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 

@@ -17,9 +17,6 @@ from outer_served import AGREEMENT, OuterServed, Scripted, ScriptedCluster, Scri
 from served import PATIENCE_S
 from until_support import until
 
-from chaos_lightning.control.memory_store import MemoryStore, Shelf
-from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import Store
 from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.machine.process_table import host_identity, start_time
@@ -45,12 +42,15 @@ from chaos_lightning.outer.rules.types import (
     Round,
     VersionId,
 )
-from chaos_lightning.outer.server import server, streams
+from chaos_lightning.outer.server import client_streams, leader_server
 from chaos_lightning.outer.server.chain_store import load_chain
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import NODES, KeyHolder
 from chaos_lightning.security.roles import CLUSTER, FOLLOWER, MEMBER, OBSERVER, OPERATOR
+from chaos_lightning.service.memory_store import MemoryStore, Shelf
+from chaos_lightning.service.sqlite_store import SqliteStore
+from chaos_lightning.service.store import Store
 
 TOKEN = b"a long enough token"
 
@@ -162,7 +162,7 @@ def test_who_asked_for_an_end_in_vain_is_told_that_it_comes(monkeypatch: pytest.
     """Former bug: if no version became durable in time, the answer to `ps end` read like a failure, but the job ended
     later.
     """
-    monkeypatch.setattr(server, "_END_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(leader_server, "_END_TIMEOUT_S", 0.05)
 
     class Slow(ScriptedFollower):
         def answer(self, message: Any) -> None:
@@ -268,7 +268,7 @@ def test_what_nobody_understands_ends_the_stream_and_only_that() -> None:
 
 def test_who_does_not_say_who_it_is_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     with outer_serving() as served:
-        served.server._streams._hello_timeout_s = 0.05
+        served.server._streams._streams._hello_timeout_s = 0.05
         silent = Scripted(served.endpoint, "Follow")
         with at_once(silent):
             silent.states.wait(lambda state: state == "connected", 2)
@@ -462,19 +462,19 @@ def test_a_process_that_died_while_the_server_was_away_is_not_waited_for(tmp_pat
             child.kill()
             child.wait()
         with outer_serving(store) as served:
-            assert served.server._driver.machine is not None
-            chain = served.server._driver.machine.chain
+            assert served.server._machine is not None
+            chain = served.server._machine.chain
             if not lives:
                 until(lambda: [known.over for known in chain.incarnations.values()] == [DEAD], "its removal", 5.0)
             else:
-                absent = served.server._driver.machine.attendance.absent
+                absent = served.server._machine.attendance.absent
                 until(lambda: list(absent().values()) == [place], "that it is away", 5.0)
                 assert not any(known.over for known in chain.incarnations.values())
         child.kill()
 
 
 def test_a_stream_that_ends_is_no_proof_while_its_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_PROOF_S", 0.01)
+    monkeypatch.setattr(client_streams, "_PROOF_S", 0.01)
     with outer_serving() as served:
         follower, cluster = a_job(served.endpoint)
         with at_once(follower):
@@ -498,11 +498,11 @@ class PlainStanding:
         self.elect: Callable[[], None] = lambda: None
         self.lose: Callable[[str], None] = lambda reason: None
 
-    def stand(self, endpoint: str, on_elected: Any, on_lost: Any, note: Any) -> None:
+    def stand(self, endpoint: str, on_elected: Any, on_lost: Any, note: Any, present: Any) -> None:
         self.elect, self.lose = on_elected, on_lost
 
-    def waits(self) -> tuple[str, str]:
-        return "this leader waits to lead", self.place
+    def waits(self, what: str) -> tuple[str, str]:
+        return f"this {what} waits to lead", self.place
 
     def facts(self) -> dict[str, Any]:
         return {"leader": self.place}
@@ -539,7 +539,7 @@ def test_a_leader_whose_store_another_one_took_ends() -> None:
 
 
 def test_a_store_that_fails_for_good_ends_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.outer.server.chain_store.PATIENCE_S", 0.3)
+    monkeypatch.setattr("chaos_lightning.service.writer.PATIENCE_S", 0.3)
 
     class Broken(MemoryStore):
         def append(self, *_: Any, **__: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
@@ -19,18 +20,18 @@ from outer_job_support import LEADER
 from outer_served import PATIENCE_S, ScriptedCluster, ScriptedFollower, at_once, outer_serving
 from until_support import until
 
-from chaos_lightning.control.etcd_client import put
-from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.events import read_events
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer.audit import audit_folder
 from chaos_lightning.outer.exchange.control_client import ask_end, fetch_facts
-from chaos_lightning.outer.exchange.options import LeaderOptions
+from chaos_lightning.outer.exchange.server_options import LeaderOptions
 from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.server.chain_store import load_chain
-from chaos_lightning.outer.server.standing import OuterCandidacy, open_outer_store
+from chaos_lightning.outer.server.standing import candidacy_of, open_outer_store, over
+from chaos_lightning.service.etcd_client import put
+from chaos_lightning.service.etcd_servers import EtcdServers
 from chaos_lightning.testing.harness import Harness
 
 
@@ -43,8 +44,9 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
 @contextmanager
 def leader(etcd: EtcdServers, job: str, *, keep_finished: bool = False) -> Iterator[str]:
     """Runs a leader in this process; yields its endpoint."""
-    standing = OuterCandidacy(etcd.address, job, keep_finished=keep_finished)
-    with outer_serving(standing.open_store, standing=standing, job=job) as served:
+    standing = candidacy_of(etcd.address, job)
+    open_store = functools.partial(standing.open_store, lambda store: "" if keep_finished else over(store))
+    with outer_serving(open_store, standing=standing, job=job) as served:
         yield served.endpoint
 
 

@@ -13,8 +13,6 @@ import pytest
 from outer_served import AGREEMENT, ScriptedCluster, ScriptedFollower, at_once, outer_serving
 from until_support import until
 
-from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import StoreError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.events.reader import read_events
@@ -53,6 +51,8 @@ from chaos_lightning.outer.rules.types import (
 )
 from chaos_lightning.outer.server.chain_store import load_chain
 from chaos_lightning.planning.batches import Batches
+from chaos_lightning.service.memory_store import MemoryStore
+from chaos_lightning.service.sqlite_store import SqliteStore
 from lab.outer.plans import FAMILIES
 from lab.outer.world import World
 
@@ -264,7 +264,7 @@ def test_a_job_goes_on_from_a_summary_in_its_store(tmp_path: Path, monkeypatch: 
                     number = version.number
                     until(lambda s=served: fetch_facts(s.endpoint, b"")["versions"]["ahead"] == 0, "a durable mark")
                 told = fetch_facts(served.endpoint, b"")
-            machine = served.server._driver.machine
+            machine = served.server._machine
             assert machine is not None
             assert len(machine.followers["one"].staged) < 3, "what no round and no follower needs is forgotten"
             assert len(machine.followers["one"].disk) < 3

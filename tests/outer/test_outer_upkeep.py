@@ -1,4 +1,4 @@
-"""When the folders of ended outer jobs are deleted (outer/server/upkeep.py)."""
+"""When the folders of ended outer jobs are deleted (outer/server/ended_folders.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from outer_served import AGREEMENT
 
-from chaos_lightning.control.sqlite_store import FileLock, SqliteStore
 from chaos_lightning.events.events import FORGOTTEN_S
 from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.outer.exchange.vocabulary import body_bytes
@@ -28,7 +27,8 @@ from chaos_lightning.outer.rules.types import (
     ProcessPlace,
     Started,
 )
-from chaos_lightning.outer.server.upkeep import CHAIN, clean_up, ended_folders
+from chaos_lightning.outer.server.ended_folders import CHAIN, clean_up, ended_folders
+from chaos_lightning.service.sqlite_store import FileLock, SqliteStore
 
 JOB = "outer-default-29470"
 

@@ -12,10 +12,10 @@ from chaos_lightning.outer.rules import cluster as cl
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules.cluster import ClusterMachine
 from chaos_lightning.outer.rules.messages import Granted, Holder, Holders, Welcomed
-from chaos_lightning.outer.rules.plain import read_text, text_of
 from chaos_lightning.outer.rules.ranks_machine import RankSays, RanksFacts, RanksMachine
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import Covered, IncarnationId, JobProgress, Offer, PushId, VersionId
+from chaos_lightning.protocol.plain import read_text, text_of
 from lab.outer.processes import agreement
 
 HERE = VersionId(1, "a" * 32)

@@ -13,17 +13,17 @@ import pytest
 import torch
 from recut_support import GRID, Stopped
 
-from chaos_lightning.control.memory_store import MemoryStore, Shelf
-from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.outer.commands import recut as recutting
 from chaos_lightning.outer.commands.export import read_version, read_while_it_runs
 from chaos_lightning.outer.commands.recut import recut
 from chaos_lightning.outer.commands.server_main import followers_of
-from chaos_lightning.outer.exchange.options import ServerOptions
+from chaos_lightning.outer.exchange.server_options import ServerOptions
 from chaos_lightning.outer.exchange.vocabulary import body_bytes
 from chaos_lightning.outer.follower.shard_files import ShardFiles
 from chaos_lightning.outer.rules.types import Durable, Started
+from chaos_lightning.service.memory_store import MemoryStore, Shelf
+from chaos_lightning.service.sqlite_store import SqliteStore
 
 
 class Killed(BaseException):

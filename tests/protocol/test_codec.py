@@ -395,7 +395,7 @@ def test_the_committed_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
         text = path.read_text()
         return text[text.index(marker) : text.index("\n", text.index(marker))]
 
-    for stub in ("protocol/chaos_pb2.py", "control/etcd_pb2.py"):
+    for stub in ("protocol/chaos_pb2.py", "service/etcd_pb2.py"):
         made, committed = (folder / "chaos_lightning" / stub for folder in (tmp_path, ROOT))
         assert descriptor(made) == descriptor(committed)
 

@@ -19,17 +19,17 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from chaos_lightning.control import hosting
-from chaos_lightning.control.chain import JobChain
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.hosting import HostedScheduler
+from chaos_lightning.control.job_chain import JobChain
 from chaos_lightning.control.options import default_store
-from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.orphan import VARIABLE, agent_mark
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, Member, View, ViewId
 from chaos_lightning.rendezvous import factory, handler
 from chaos_lightning.rendezvous.handler import ChaosRendezvousHandler
+from chaos_lightning.service.hosting import HostedProcess
+from chaos_lightning.service.sqlite_store import SqliteStore
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +42,12 @@ def environment() -> Iterator[None]:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostedScheduler]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostedProcess]]:
     """List of the schedulers that the handler starts; each is stopped at the end."""
-    found: list[HostedScheduler] = []
+    found: list[HostedProcess] = []
     original = hosting._spawn
 
-    def spawn(*args: Any) -> HostedScheduler:
+    def spawn(*args: Any) -> HostedProcess:
         found.append(original(*args))
         return found[-1]
 
@@ -69,7 +69,7 @@ def test_workers_may_train_on_after_sigterm_before_an_agent_loses_patience(endpo
     assert make(endpoint, step_timeout_s="60", notice="sigterm:10m").patience_s == 660.0
 
 
-def test_each_agent_is_a_world_of_its_own(endpoint: str, started: list[HostedScheduler]) -> None:
+def test_each_agent_is_a_world_of_its_own(endpoint: str, started: list[HostedProcess]) -> None:
     made = make(endpoint, node="n")
     assert made.get_backend() == "chaos"
     assert made.get_run_id() == "job"
@@ -90,7 +90,7 @@ def test_each_agent_is_a_world_of_its_own(endpoint: str, started: list[HostedSch
     assert len(started) == 1
 
 
-def test_nobody_ever_waits_and_nobody_is_closed_out(endpoint: str, started: list[HostedScheduler]) -> None:
+def test_nobody_ever_waits_and_nobody_is_closed_out(endpoint: str, started: list[HostedProcess]) -> None:
     made = make(endpoint)
     made.next_rendezvous()
     assert [made.num_nodes_waiting() for _ in range(50)] == [0] * 50
@@ -108,9 +108,7 @@ def test_set_closed_closes(endpoint: str) -> None:
     assert made.is_closed()
 
 
-def test_a_worker_that_restarts_after_the_end_does_not_begin_anew(
-    endpoint: str, started: list[HostedScheduler]
-) -> None:
+def test_a_worker_that_restarts_after_the_end_does_not_begin_anew(endpoint: str, started: list[HostedProcess]) -> None:
     made = make(endpoint)
     made.next_rendezvous()
     assert started[0].stop()
@@ -127,7 +125,7 @@ def test_a_worker_that_restarts_after_the_end_does_not_begin_anew(
 
 
 def test_a_scheduler_that_is_gone_is_started_again_while_workers_run(
-    endpoint: str, started: list[HostedScheduler], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    endpoint: str, started: list[HostedProcess], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(handler, "_LOOK_INTERVAL_S", 0.0)
     made = make(endpoint)
@@ -148,7 +146,7 @@ def test_a_scheduler_that_is_gone_is_started_again_while_workers_run(
 
 
 def test_a_scheduler_that_none_of_its_members_has_come_to_says_nothing_of_the_jobs_chain(
-    endpoint: str, started: list[HostedScheduler]
+    endpoint: str, started: list[HostedProcess]
 ) -> None:
     """The scheduler's store may belong to another job of the same name, as no member of this job has joined it yet.
     The handler must not remember that chain, or it could not start a scheduler with its own later.
@@ -167,7 +165,7 @@ def test_a_scheduler_that_none_of_its_members_has_come_to_says_nothing_of_the_jo
 
 
 def test_a_worker_that_restarts_has_no_scheduler_started_on_a_store_that_lacks_its_chain(
-    endpoint: str, started: list[HostedScheduler]
+    endpoint: str, started: list[HostedProcess]
 ) -> None:
     made = make(endpoint)
     made.next_rendezvous()
@@ -179,7 +177,7 @@ def test_a_worker_that_restarts_has_no_scheduler_started_on_a_store_that_lacks_i
 
 
 def test_a_scheduler_that_cannot_be_started_again_is_a_warning(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, started: list[HostedScheduler]
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, started: list[HostedProcess]
 ) -> None:
     made = make(endpoint)
 
@@ -192,7 +190,7 @@ def test_a_scheduler_that_cannot_be_started_again_is_a_warning(
     assert "could not be started again: no such luck" in caplog.text
 
 
-def test_hosting_can_be_declined(endpoint: str, started: list[HostedScheduler]) -> None:
+def test_hosting_can_be_declined(endpoint: str, started: list[HostedProcess]) -> None:
     made = make(endpoint, host_scheduler="0")
     made.next_rendezvous()
     made._looked = -1e9
@@ -203,7 +201,7 @@ def test_hosting_can_be_declined(endpoint: str, started: list[HostedScheduler]) 
 
 
 def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hosting, "_ODD_LISTENER_PATIENCE_S", 0.0)
+    monkeypatch.setattr("chaos_lightning.service.hosting.ODD_LISTENER_PATIENCE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         stop = threading.Event()
 
@@ -231,7 +229,7 @@ def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
         make(f"127.0.0.1:{port}", store=str(tmp_path / "chain")).next_rendezvous()
 
 
-def test_another_jobs_scheduler_is_named(endpoint: str, started: list[HostedScheduler]) -> None:
+def test_another_jobs_scheduler_is_named(endpoint: str, started: list[HostedProcess]) -> None:
     make(endpoint).next_rendezvous()
     other = RendezvousParameters("chaos", endpoint, "other", 1, 3)
     with pytest.raises(ConfigurationError, match="of job 'job', not of 'other'"):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from chaos_lightning.control.hosting import options_for_engine
-from chaos_lightning.control.options import MEMORY
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.process_table import process_began
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.rendezvous.options import RendezvousOptions, candidates, read_options
+from chaos_lightning.service.options import MEMORY
 from chaos_lightning.settings import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]

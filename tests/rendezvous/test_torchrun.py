@@ -20,11 +20,9 @@ from forked_support import TORCHRUN
 from served import first_words, scheduler_process
 
 from chaos_lightning import cli
-from chaos_lightning.control.chain import JobChain
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.hosting import HostedScheduler
+from chaos_lightning.control.job_chain import JobChain
 from chaos_lightning.control.options import settings_to_json
-from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.machine.process_table import start_time
 from chaos_lightning.membership.effects import Persist
@@ -32,6 +30,8 @@ from chaos_lightning.protocol.types import NO_VIEW, Settings, View, ViewId
 from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.security.keyfiles import NODES, KeyHolder, init
 from chaos_lightning.security.roles import OBSERVER
+from chaos_lightning.service.hosting import HostedProcess
+from chaos_lightning.service.sqlite_store import SqliteStore
 from chaos_lightning.testing.harness import Harness, Record
 from chaos_lightning.testing.processes import start_function
 
@@ -113,13 +113,13 @@ class Torchrun:
         return sorted({line["pid"] for line in self.lines})
 
 
-def hosted(endpoint: str) -> HostedScheduler | None:
+def hosted(endpoint: str) -> HostedProcess | None:
     """Returns the scheduler that answers at this endpoint; None if there is none."""
     try:
         pid = fetch_status(endpoint, Credentials.load() or TOKEN.encode())["pid"]
     except SchedulerUnreachableError:
         return None
-    return HostedScheduler(endpoint, pid, start_time(pid), Path("unknown"), None)
+    return HostedProcess(endpoint, pid, start_time(pid), Path("unknown"), None)
 
 
 @pytest.fixture

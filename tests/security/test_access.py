@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.control.options import (
-    MEMORY,
     SchedulerOptions,
     check_settings,
     default_store,
@@ -22,6 +21,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.protocol.types import PlanSpec, Settings, TreeSpec
 from chaos_lightning.security import access
 from chaos_lightning.security.credentials import check_bind
+from chaos_lightning.service.options import MEMORY
 
 
 def token_file(tmp_path: Path, content: bytes, mode: int = 0o600) -> str:

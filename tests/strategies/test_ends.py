@@ -16,7 +16,7 @@ from typing import Any
 import ending_members
 import pytest
 
-from chaos_lightning.control.channel import drain
+from chaos_lightning.control.requests import drain
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.strategies.companion import exit_code
 from chaos_lightning.testing.harness import Harness

@@ -9,7 +9,7 @@ import strategy_models as models
 import torch
 from strategy_job import Job
 
-from chaos_lightning.control.channel import drain
+from chaos_lightning.control.requests import drain
 
 SAMPLES = 64
 SPEC: dict[str, Any] = {"epochs": 3, "samples": SAMPLES, "model": "Counted", "min_nodes": 1}

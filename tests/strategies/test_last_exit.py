@@ -9,7 +9,7 @@ import pytest
 import torch
 from strategy_job import Job
 
-from chaos_lightning.control.channel import drain
+from chaos_lightning.control.requests import drain
 
 
 @pytest.mark.parametrize(("way", "windows"), [("signal", 2), ("drained", 1), ("notice", 1)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from strategy_job import Job
 
-from chaos_lightning.control.channel import drain
+from chaos_lightning.control.requests import drain
 
 
 def needs_two(job: Job) -> None:

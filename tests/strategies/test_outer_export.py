@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.cluster.session import agreement_of
@@ -39,6 +38,7 @@ from chaos_lightning.outer.rules.types import (
     Round,
     Weighed,
 )
+from chaos_lightning.service.sqlite_store import SqliteStore
 from chaos_lightning.strategies.elastic import _hyper_parameters, replica_of
 
 HOME = IncarnationId("home", 1)

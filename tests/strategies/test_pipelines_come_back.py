@@ -67,7 +67,7 @@ def test_all_leave_and_come_back(job: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("asks", ["SIGTERM", pytest.param("reset --force", marks=pytest.mark.slow)])
 def test_a_member_that_waits_for_lost_parts_leaves_at_once_and_says_what_it_keeps(job: Any, asks: str) -> None:
-    from chaos_lightning.control.channel import reset
+    from chaos_lightning.control.requests import reset
 
     job.fresh(min_nodes=2)
     job.harness.declare("a", "b")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from strategy_job import Job
 
-from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.observe.audit import audit
 
 CLIP = {"clip_norm": 0.5, "accumulate": 2}

@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import pytest
 
-from chaos_lightning.control.etcd_store import EtcdStore
 from chaos_lightning.control.options import settings_from_json
 from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError, WireError
 from chaos_lightning.membership import effects as fx
@@ -40,6 +39,7 @@ from chaos_lightning.protocol.types import (
     Settings,
     ViewId,
 )
+from chaos_lightning.service.etcd_store import EtcdStore
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 from lab.fuzz import mutate
 from lab.fuzz.drivers import TARGETS, atheris_missing, replay, with_hypothesis

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from chaos_lightning.errors import ChaosError, RefusedError
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
-from chaos_lightning.outer.cluster.hosting import host_for_cluster
 from chaos_lightning.outer.cluster.leaving import tell_refusal
-from chaos_lightning.outer.exchange.control_client import ControlClient
+from chaos_lightning.outer.cluster.server_start import host_for_cluster
+from chaos_lightning.outer.exchange.control_client import control_client
 from chaos_lightning.outer.rules.effects import Connected, Disconnected, TimePassed, Told
 from chaos_lightning.outer.rules.messages import Beat, ClusterHello, FromCluster
 from chaos_lightning.outer.rules.ranks_machine import RankNews
@@ -55,7 +55,7 @@ class Attendant:
         self._hello, self._happened, self._refused = hello, happened, refused
         self._beat: Beat | None = None
         self._closing = threading.Event()
-        self._client = ControlClient(
+        self._client = control_client(
             options.endpoints,
             secret,
             call="Attend",

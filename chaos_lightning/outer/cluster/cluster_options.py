@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from chaos_lightning.control.options import log_folder
 from chaos_lightning.declared import at_least, check_each, declared, document, one_of, positive, same_as, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
-from chaos_lightning.outer.exchange.options import DEFAULT_SERVER, VARIABLE, LeaderOptions
+from chaos_lightning.outer.exchange.server_options import DEFAULT_SERVER, VARIABLE, LeaderOptions
 from chaos_lightning.protocol.limits import PROCESS_NBYTES, at_most
+from chaos_lightning.service.options import log_folder
 from chaos_lightning.settings import EngineConfig, from_environment, host_name
 from chaos_lightning.transport.sealing import RULES
 

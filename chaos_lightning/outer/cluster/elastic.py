@@ -55,7 +55,6 @@ from chaos_lightning.outer.rules import cluster as cl
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.rules.messages import ClusterHello, Holder
-from chaos_lightning.outer.rules.plain import read_text, text_of
 from chaos_lightning.outer.rules.ranks_machine import RankNews, RankSays, RanksEffect, RanksFacts, RanksMachine, Sealed
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import (
@@ -67,6 +66,7 @@ from chaos_lightning.outer.rules.types import (
 )
 from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.planning.tape import Tape
+from chaos_lightning.protocol.plain import read_text, text_of
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.source import Endpoint

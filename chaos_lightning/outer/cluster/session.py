@@ -35,7 +35,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from chaos_lightning.control.options import forget_logs
 from chaos_lightning.errors import (
     ChaosError,
     DeadlineError,
@@ -52,13 +51,13 @@ from chaos_lightning.membership.peers import FIT
 from chaos_lightning.outer.cluster.cluster_model import ClusterModel
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.cluster.getting import Sought, VersionGetter
-from chaos_lightning.outer.cluster.hosting import host_for_cluster
 from chaos_lightning.outer.cluster.leaving import Patience, put_out, tell_refusal
 from chaos_lightning.outer.cluster.push_serving import PushServing
 from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.cluster.server_start import host_for_cluster
 from chaos_lightning.outer.cluster.training_rates import TrainingRates, Waits
 from chaos_lightning.outer.exchange.codec import Part, codec_named
-from chaos_lightning.outer.exchange.control_client import ControlClient
+from chaos_lightning.outer.exchange.control_client import control_client
 from chaos_lightning.outer.rules import cluster as cl
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules.cluster import ClusterMachine, Phase
@@ -78,6 +77,8 @@ from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.protocol.spans import count, first_positions, normalise, subtract
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.service.client import ServiceClient
+from chaos_lightning.service.options import forget_logs
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -109,7 +110,7 @@ class _Life:
 
     def __init__(self, machine: ClusterMachine, serving: PushServing) -> None:
         self.machine, self.serving = machine, serving
-        self.client: ControlClient | None = None
+        self.client: ServiceClient | None = None
         self.over = False
 
     def close(self) -> None:
@@ -578,7 +579,7 @@ class OuterSession:
             elif isinstance(error, RefusedError):
                 tell_refusal(self.options.name, error)
 
-        life.client = ControlClient(
+        life.client = control_client(
             self.options.endpoints,
             self._secret,
             call="Attend",

@@ -27,14 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chaos_lightning.control.scheduler_main import EXIT_OK, HelpFormat
-from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import Store
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.machine.addresses import is_local, split_endpoint, split_endpoints
 from chaos_lightning.outer.commands.export_schedules import move_schedules
-from chaos_lightning.outer.exchange.options import DEFAULT_SERVER, VARIABLE, ServerOptions
+from chaos_lightning.outer.exchange.server_options import DEFAULT_SERVER, VARIABLE, ServerOptions
 from chaos_lightning.outer.follower.shard_files import ShardFiles
 from chaos_lightning.outer.rules.chain import OuterChain
 from chaos_lightning.outer.rules.grid import Grid
@@ -42,6 +39,9 @@ from chaos_lightning.outer.rules.types import HYPER, TIED, JobProgress, VersionI
 from chaos_lightning.outer.server.chain_store import load_chain
 from chaos_lightning.replication.saving import put_in_place
 from chaos_lightning.replication.table import DTYPES
+from chaos_lightning.service.main import EXIT_OK, HelpFormat
+from chaos_lightning.service.sqlite_store import SqliteStore
+from chaos_lightning.service.store import Store
 
 NEWEST = "newest"
 _LIGHTNING = "2.6.0"

@@ -17,8 +17,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from chaos_lightning.control.options import forget_logs
-from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, exit_code, options_parser
 from chaos_lightning.declared import declared, read_options
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.heap import give_back_large
@@ -26,6 +24,8 @@ from chaos_lightning.machine.signals import END, ends
 from chaos_lightning.machine.terminal import TerminalGuard, printable
 from chaos_lightning.outer.follower.follower_options import FollowerOptions
 from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.service.main import EXIT_FAILED, EXIT_OK, exit_code, options_parser
+from chaos_lightning.service.options import forget_logs
 
 if TYPE_CHECKING:
     from chaos_lightning.outer.follower.follower_process import FollowerProcess
@@ -44,7 +44,7 @@ def run(options: FollowerOptions) -> int:
     import torch
 
     from chaos_lightning.events.events import EventLog
-    from chaos_lightning.outer.exchange.control_client import ControlClient
+    from chaos_lightning.outer.exchange.control_client import control_client
     from chaos_lightning.outer.follower.follower_process import FollowerProcess
     from chaos_lightning.outer.follower.shard_files import ShardFiles
 
@@ -65,7 +65,7 @@ def run(options: FollowerOptions) -> int:
             ShardFiles(options.folder, options.job),
             options.place,
             secret,
-            lambda **calls: ControlClient(
+            lambda **calls: control_client(
                 options.endpoints,
                 secret,
                 call="Follow",

@@ -11,22 +11,20 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, exit_code, options_parser
 from chaos_lightning.declared import declared, read_options
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.machine.signals import END, STAY, ends
 from chaos_lightning.machine.terminal import TerminalGuard, printable
-from chaos_lightning.outer.exchange.options import LeaderOptions
+from chaos_lightning.outer.exchange.server_options import LeaderOptions
 from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.service.main import EXIT_FAILED, EXIT_OK, exit_code, options_parser
 
 if TYPE_CHECKING:
-    from chaos_lightning.control.store import Store
-    from chaos_lightning.outer.server.server import OuterServer
-    from chaos_lightning.outer.server.standing import OuterCandidacy
+    from chaos_lightning.outer.server.leader_server import OuterServer
+    from chaos_lightning.service.store import Store
 
 HELP = """\
 Run the leader of outer sync in the foreground.
@@ -37,16 +35,15 @@ clusters train on meanwhile, and the chain of decisions is continued from its st
 """
 EXIT_IDLE = 3
 """Exit code of a leader to which no cluster came for long: the job goes on when one does."""
-_AGAIN_S = 0.2
 
 
 def open_store(options: LeaderOptions) -> Store:
     """Opens the chain that the leader continues; a chain whose job has ended is moved away first, unless
     `keep_finished` is set.
     """
-    from chaos_lightning.control.memory_store import MemoryStore
-    from chaos_lightning.control.sqlite_store import SqliteStore, archive
     from chaos_lightning.outer.server.chain_store import load_chain
+    from chaos_lightning.service.memory_store import MemoryStore
+    from chaos_lightning.service.sqlite_store import SqliteStore, archive
 
     path = options.store_path
     if path is None:
@@ -59,21 +56,12 @@ def open_store(options: LeaderOptions) -> Store:
     return SqliteStore(path, options.job, exclusive=True)
 
 
-def _standing(options: LeaderOptions, *, followed: bool) -> OuterCandidacy | None:
-    """Returns the candidacy of a leader whose chain is in etcd, where several leaders may stand by; None for another
-    store. With `followed` (it took over from another leader), a job that has ended is kept.
-    """
-    if not options.in_etcd:
-        return None
-    from chaos_lightning.outer.server.standing import OuterCandidacy
-
-    return OuterCandidacy(options.store, options.job, keep_finished=options.keep_finished or followed)
-
-
 def run(options: LeaderOptions) -> int:
     """Serves until the job has ended, idleness, a signal or a failure; returns the exit code."""
     from chaos_lightning.events.events import EventLog
-    from chaos_lightning.outer.server.server import CANNOT_LEAD, LeaderConfig, serve
+    from chaos_lightning.outer.server.leader_server import LeaderConfig, OuterServer
+    from chaos_lightning.outer.server.standing import candidacy_of, over
+    from chaos_lightning.service.server import CANNOT_LEAD, keep_standing, serve
 
     host, port = split_endpoint(options.listen)
     secret = Credentials.load(options.keys_dir, options.token_file)
@@ -82,7 +70,6 @@ def run(options: LeaderOptions) -> int:
     servers: list[OuterServer] = []
 
     def on_started(server: OuterServer) -> None:
-        servers.append(server)
 
         def stop(number: signal.Signals) -> None:
             stopped.append(number)
@@ -98,17 +85,25 @@ def run(options: LeaderOptions) -> int:
         loop.add_signal_handler(STAY, asked)
         _say(f"leader of job {options.job} at {server.endpoint}, store {options.store or options.store_path}")
 
+    def once(followed: bool) -> tuple[str, bool]:
+        if options.in_etcd:
+            candidacy, keeps = candidacy_of(options.store, options.job), options.keep_finished or followed
+            server = OuterServer(
+                config, lambda: candidacy.open_store(lambda store: "" if keeps else over(store)), events, candidacy
+            )
+        else:
+            server = OuterServer(config, lambda: open_store(options), events)
+        servers.append(server)
+        return asyncio.run(serve(server, on_started))
+
+    def again(reason: str) -> bool:
+        if not options.in_etcd or CANNOT_LEAD in reason:
+            return False
+        _say(f"leader of job {options.job} stands by again: {reason}")
+        return True
+
     with EventLog.in_directory(options.log_folder, options.job, role="leader") as events:
-        followed = False
-        while True:
-            standing = _standing(options, followed=followed)
-            opened = standing.open_store if standing is not None else lambda: open_store(options)
-            reason, failed = asyncio.run(serve(config, opened, events, on_started=on_started, standing=standing))
-            if standing is None or not failed or CANNOT_LEAD in reason:
-                break
-            _say(f"leader of job {options.job} stands by again: {reason}")
-            followed = True
-            time.sleep(_AGAIN_S)
+        reason, failed = keep_standing(once, again)
     _say(f"leader of job {options.job} ends: {reason}")
     if stopped:
         return 128 + stopped[0]

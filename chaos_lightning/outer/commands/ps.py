@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from chaos_lightning.control.scheduler_main import EXIT_OK, EXIT_USAGE, HelpFormat
 from chaos_lightning.declared import add_options, declared, read_options
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.terminal import printable
-from chaos_lightning.outer.exchange.options import DEFAULT_SERVER, VARIABLE
+from chaos_lightning.outer.exchange.server_options import DEFAULT_SERVER, VARIABLE
 from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.service.main import EXIT_OK, EXIT_USAGE, HelpFormat
 from chaos_lightning.settings import EngineConfig
 
 SUBCOMMANDS = {

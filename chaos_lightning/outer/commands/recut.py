@@ -22,9 +22,6 @@ from typing import Any, assert_never
 
 import torch
 
-from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE
-from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import End, Store
 from chaos_lightning.errors import ChaosError, ConfigurationError, StateError
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.outer.exchange.kernel import OuterState
@@ -34,6 +31,9 @@ from chaos_lightning.outer.rules import recut_steps as todo
 from chaos_lightning.outer.rules.chain import OuterChain
 from chaos_lightning.outer.rules.types import Counters, Cut
 from chaos_lightning.outer.server.chain_store import load_chain
+from chaos_lightning.service.main import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from chaos_lightning.service.sqlite_store import SqliteStore
+from chaos_lightning.service.store import End, Store
 
 
 class _Cutter:

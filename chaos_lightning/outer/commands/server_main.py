@@ -3,8 +3,8 @@
 One supervisor (outer/commands/supervisor.py) runs the leader, the followers and a warm spare. All that must not be lost
 lies in one folder: the chain, and a folder for each follower. Whoever starts a server on that folder again continues
 the job (O5), with another number of followers, too (O15); a lock keeps a second one off it. The folder of a job that
-has ended is put away first, unless it is to be kept. outer/cluster/hosting.py runs this detached, so that it outlives
-the training that needed it first.
+has ended is put away first, unless it is to be kept. outer/cluster/server_start.py runs this detached, so that it
+outlives the training that needed it first.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from chaos_lightning.control.options import forget_logs
-from chaos_lightning.control.scheduler_main import EXIT_OK, EXIT_USAGE, detach, exit_code, options_parser
 from chaos_lightning.declared import absolute, command_line, declared, read_options
 from chaos_lightning.errors import ConfigurationError, StateError, StoreError
 from chaos_lightning.machine.addresses import WILDCARDS, join_endpoint, split_endpoint
 from chaos_lightning.machine.terminal import TerminalGuard, printable
 from chaos_lightning.outer.commands.leader_main import EXIT_IDLE
 from chaos_lightning.outer.commands.supervisor import Supervisor
-from chaos_lightning.outer.exchange.options import LeaderOptions, ServerOptions
+from chaos_lightning.outer.exchange.server_options import LeaderOptions, ServerOptions
 from chaos_lightning.outer.follower.follower_options import FollowerOptions
 from chaos_lightning.outer.rules.chain import OuterChain
 from chaos_lightning.outer.rules.recut_steps import must_recut, needless
-from chaos_lightning.outer.server.upkeep import ENDED, clean_up, ended_folders
+from chaos_lightning.outer.server.ended_folders import ENDED, clean_up, ended_folders
 from chaos_lightning.security.credentials import Credentials, check_bind
+from chaos_lightning.service.main import EXIT_OK, EXIT_USAGE, detach, exit_code, options_parser
+from chaos_lightning.service.options import forget_logs
 
 HELP = """\
 Run a leader and followers of outer sync on this machine, with a warm spare.
@@ -78,8 +78,8 @@ def put_away(options: ServerOptions) -> str:
     path = options.store_path
     if options.keep_finished or path is None or not path.exists():
         return ""
-    from chaos_lightning.control.sqlite_store import SqliteStore
     from chaos_lightning.outer.server.chain_store import load_chain
+    from chaos_lightning.service.sqlite_store import SqliteStore
 
     with SqliteStore(path, options.job) as old:
         if load_chain(old).ended is None:
@@ -137,9 +137,9 @@ def followers_of(options: ServerOptions) -> list[str]:
 
 def _chain(options: ServerOptions) -> OuterChain | None:
     """Returns the job's chain; None if there is none yet, or if etcd does not answer."""
-    from chaos_lightning.control.sqlite_store import SqliteStore
     from chaos_lightning.outer.server.chain_store import load_chain
     from chaos_lightning.outer.server.standing import open_outer_store
+    from chaos_lightning.service.sqlite_store import SqliteStore
 
     path = options.store_path
     if options.in_etcd:

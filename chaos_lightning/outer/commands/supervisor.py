@@ -25,19 +25,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from chaos_lightning.machine.process_table import process_state
+from chaos_lightning.machine.restarts import RestartPolicy, Restarts
 from chaos_lightning.machine.signals import END, STAY, ends
 from chaos_lightning.outer.commands.leader_main import EXIT_IDLE
+from chaos_lightning.service.main import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
 LEADER = "leader"
 SPARE = "spare"
 _LOOK_S = 0.2
 _STOPPED_LOOKS = 3
 """Number of looks in a row that find a child stopped, after which it is killed."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
-_SOON_S = 10.0
-"""Run time, s, below which a child did not run well."""
+_RESTARTS = RestartPolicy(0.2, 10.0, steady_s=10.0, at_once=1)
 _ASKED_S = 10.0
 """Seconds after which a warm spare that has made no follower is asked again."""
 _WELL_S = 2.0
@@ -70,7 +69,7 @@ class _Child:
         """Time (monotonic, s) at which the process is to be started (again)."""
         self.asked_s = 0.0
         """Time (monotonic, s) at which the spare was asked for the process; 0.0: it was not."""
-        self.pause_s = 0.0
+        self.restarts = Restarts(_RESTARTS)
         self.stopped = 0
 
 
@@ -236,16 +235,16 @@ class Supervisor:
                 other.asked_s = 0.0
         if self._code is not None:
             return
-        soon = ran_s < _SOON_S
+        first = child.restarts.failures == 0
+        pause_s = child.restarts.failed(ran_s)
         leads = child is self._leader
         if leads and self._stays:
             self._code = 128 + self._signals[0]
             return
-        if (leads and code in (EXIT_OK, EXIT_IDLE)) or (code == EXIT_USAGE and soon and not child.pause_s):
+        if (leads and code in (EXIT_OK, EXIT_IDLE)) or (code == EXIT_USAGE and first and child.restarts.failures):
             self._code = code
             return
-        child.pause_s = min(_LONGEST_PAUSE_S, 2 * child.pause_s or _FIRST_PAUSE_S) if soon else 0.0
-        child.due_s = now + (_WELL_S if code == EXIT_OK else child.pause_s if child.pause_s > _FIRST_PAUSE_S else 0.0)
+        child.due_s = now + (_WELL_S if code == EXIT_OK else pause_s)
         print(f"{child.name} ended with {how}; it is started again", flush=True)
 
     def _look_for_stopped(self) -> None:

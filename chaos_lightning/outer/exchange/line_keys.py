@@ -1,11 +1,10 @@
 """Distributes keys for the data connections between clusters and followers: the leader makes one key for each pair of
 processes, and sends it to both.
 
-Theory of operation. The same as for links (control/link_keys.py), with another way to learn who is who. A key is
-derived from a random secret of this leader, which is kept nowhere else. `LineKeyIssuer.with_keys` looks at each message
-that is about to be sent: a cluster that is told of the holders gets its keys with them, each holder the same key just
-before; a follower that may obey gets those of all clusters just behind. Another leader has another secret; connections
-that stand need none, and of each peer the last few keys are kept, whoever made them.
+Theory of operation. As for links (control/link_keys.py), with another way to learn who is who.
+`LineKeyIssuer.with_keys` looks at each message that is about to be sent: a cluster that is told of the holders gets its
+keys with them, each holder the same key just before; a follower that may obey gets those of all clusters just behind.
+Of each peer the last few keys are kept, whoever made them.
 
 Keys travel over secret channels only (a folder of keys at both ends). Then who has none is refused, and connections to
 other machines are encrypted. Where there is a token alone, or nothing, connections have checksums, or are protected by
@@ -14,14 +13,10 @@ the token if the user asks for that.
 
 from __future__ import annotations
 
-import hmac
-import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from chaos_lightning.control.link_keys import levels
 from chaos_lightning.errors import ConfigurationError, RefusedError
 from chaos_lightning.outer.rules.messages import (
     ClusterHello,
@@ -38,8 +33,9 @@ from chaos_lightning.outer.rules.messages import (
     Welcomed,
 )
 from chaos_lightning.security.credentials import Credentials, Secret
+from chaos_lightning.service.keys import KeyMaker, levels
 from chaos_lightning.transport.peer_keys import PeerKeys
-from chaos_lightning.transport.sealing import KEY_NBYTES, RULES, Level, require_library
+from chaos_lightning.transport.sealing import RULES, Level, require_library
 
 PATIENCE_S = 2.0
 """Seconds to wait for a key that the other end knows: the leader tells both ends, one a moment earlier."""
@@ -71,7 +67,7 @@ class LineKeyIssuer:
 
     def __init__(self, job: str, *, secret_channel: bool) -> None:
         self._job, self._keyed = job, secret_channel
-        self._secret = os.urandom(KEY_NBYTES)
+        self._maker = KeyMaker()
         self._clusters: dict[int, str] = {}
         """Name of the process at each stream."""
         self._followers: dict[int, str] = {}
@@ -134,8 +130,7 @@ class LineKeyIssuer:
         return LineKey(term, me, *self._key(me, follower))
 
     def _key(self, me: str, follower: str) -> tuple[str, bytes]:
-        key = hmac.digest(self._secret, json.dumps([self._job, me, follower]).encode(), "sha256")
-        return hmac.digest(key, b"name", "sha256")[:8].hex(), key
+        return self._maker.key(self._job, me, follower)
 
 
 class LineKeyring:

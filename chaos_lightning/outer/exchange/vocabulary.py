@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from chaos_lightning.control.store import StoreRecord
 from chaos_lightning.errors import StoreError, WireError
 from chaos_lightning.outer.exchange import outer_pb2
 from chaos_lightning.outer.rules import messages, types
 from chaos_lightning.outer.rules.messages import FromCluster, FromFollower, ToCluster, ToFollower
 from chaos_lightning.outer.rules.types import Body, Entry, Summary
 from chaos_lightning.protocol.codec import Vocabulary
+from chaos_lightning.service.store import StoreRecord
 
 MAX_ENTRY_NBYTES = 48 << 20
 """Largest size of an entry, bytes, so that it fits into a message. An entry names all tensors of the model at most;
-etcd takes less (control/etcd_store.py).
+etcd takes less (service/etcd_store.py).
 """
 _BODIES = {cls.__name__: cls for cls in get_args(Body)}
 

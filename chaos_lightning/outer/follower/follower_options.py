@@ -10,13 +10,13 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_lightning.control.options import log_folder, state_folder
 from chaos_lightning.declared import check_each, document, same_as, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, facing, split_endpoint, split_endpoints
-from chaos_lightning.outer.exchange.options import DEFAULT_SERVER
+from chaos_lightning.outer.exchange.server_options import DEFAULT_SERVER
 from chaos_lightning.protocol.limits import PROCESS_NBYTES, at_most
 from chaos_lightning.protocol.types import Settings
+from chaos_lightning.service.options import log_folder, state_folder
 from chaos_lightning.settings import EngineConfig, absolute_path
 
 

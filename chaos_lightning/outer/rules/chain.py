@@ -32,7 +32,6 @@ from chaos_lightning.errors import WireError
 from chaos_lightning.outer.rules.arrivals import UNTAUGHT, ArrivalRates
 from chaos_lightning.outer.rules.grid import Grid
 from chaos_lightning.outer.rules.leases import Leases
-from chaos_lightning.outer.rules.plain import read_text
 from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Agreement,
@@ -63,6 +62,7 @@ from chaos_lightning.outer.rules.types import (
     VersionId,
     Voided,
 )
+from chaos_lightning.protocol.plain import read_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Theory of operation. A chain grows with the job, and who takes over must read all of it. So from time to time the leader
 appends a `Summary`: what the entries fold to, in place of them. The store drops them in the same moment
-(control/store.py). Whoever reads the chain from there on goes on as if it had read all; the leader that wrote it goes
+(service/store.py). Whoever reads the chain from there on goes on as if it had read all; the leader that wrote it goes
 on from it, too, so that its memory keeps within bounds.
 
 Nothing is cut that anybody may ask for. With their entries there are the second newest durable version and what was
@@ -24,8 +24,8 @@ from dataclasses import replace
 from chaos_lightning.outer.rules.attendance import Attendance
 from chaos_lightning.outer.rules.chain import Incarnation, OuterChain, SummedChain
 from chaos_lightning.outer.rules.leader_desk import LeaderDesk
-from chaos_lightning.outer.rules.plain import text_of
 from chaos_lightning.outer.rules.types import NO_VERSION, PushId, Summary, VersionId
+from chaos_lightning.protocol.plain import text_of
 
 EVERY = 2048
 """Number of entries from one summary to the next."""

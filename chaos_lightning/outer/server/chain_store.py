@@ -1,33 +1,22 @@
-"""Writes a leader's chain to its store, in a thread of its own that retries for a while, and reads it at the start.
+"""Writes a leader's chain to its store, and reads it at the start.
 
 Theory of operation. A record of the store is an entry: its kind is the name of what the entry says, its body that in
 the bytes of outer/exchange/vocabulary.py. Position and term are the same; what an entry names as its predecessor is the
 hash of the entry before, and what a record names is that of the record before. Both stores and chain compare (O1). A
-summary is written as a cut: it takes the place of all records before it (O1a).
-
-A store that takes nothing is asked again for some seconds, and then fails the leader: a process that starts anew knows
-all that was stored, and clusters train on meanwhile.
+summary is written as a cut: it takes the place of all records before it (O1a). Thread and retries are those of all
+services (service/writer.py); clusters train on while a store takes nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
 
-from chaos_lightning.control.store import EMPTY, Appended, Store, StoreFactory
-from chaos_lightning.errors import OversizeError, StoreError
+from chaos_lightning.errors import StoreError
 from chaos_lightning.outer.exchange.vocabulary import body_bytes, entry_of
 from chaos_lightning.outer.rules.chain import OuterChain
 from chaos_lightning.outer.rules.types import Entry, Summary
-
-T = TypeVar("T")
-
-PATIENCE_S = 5.0
-"""Seconds after which a store that takes nothing fails the leader."""
-_AGAIN_S = 0.2
+from chaos_lightning.service.store import EMPTY, Appended, Store, StoreFactory
+from chaos_lightning.service.writer import StoreWriter
 
 
 def load_chain(store: Store, after: OuterChain | None = None) -> OuterChain:
@@ -62,18 +51,14 @@ class ChainStore:
 
     def __init__(self, open_store: StoreFactory, emit: Callable[..., None]) -> None:
         self._open_store = open_store
-        self._emit = emit
         self._store: Store | None = None
         self._end = EMPTY
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-store")
+        self._writer = StoreWriter(emit)
 
     @property
     def place(self) -> str:
         """Where the chain is stored, in words; "" before the store is opened."""
         return self._store.place if self._store is not None else ""
-
-    async def _in_thread(self, work: Callable[..., T], *given: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *given)
 
     async def take(self) -> tuple[OuterChain, int]:
         """Makes this the only leader that may write; returns the chain and this leader's term.
@@ -81,7 +66,7 @@ class ChainStore:
         Raises:
             StoreError: The store cannot be used, or holds something else.
         """
-        return await self._in_thread(self._take)
+        return await self._writer.in_thread(self._take)
 
     def _take(self) -> tuple[OuterChain, int]:
         self._store = self._open_store()
@@ -97,24 +82,8 @@ class ChainStore:
             StoreError: The store has taken nothing for some seconds.
             WireError: The entry fits into no record.
         """
-        started, told = time.monotonic(), ""
-        while True:
-            try:
-                outcome = await self._in_thread(self._append, entry)
-                break
-            except OversizeError:
-                raise
-            except StoreError as error:
-                if str(error) != told:
-                    told = str(error)
-                    self._emit("error", text=told, where="store")
-                if time.monotonic() - started > PATIENCE_S:
-                    raise
-                await asyncio.sleep(_AGAIN_S)
-        seconds = round(time.monotonic() - started, 6)
         kind = type(entry.body).__name__
-        self._emit("stored", kind=kind, number=entry.position, ok=outcome.ok, detail=outcome.detail, seconds=seconds)
-        return outcome
+        return await self._writer.append(lambda: self._append(entry), kind=kind, number=entry.position)
 
     def _append(self, entry: Entry) -> Appended:
         assert self._store is not None, "take() comes first"
@@ -127,6 +96,4 @@ class ChainStore:
 
     async def close(self) -> None:
         """Closes the store, once a write under way is done."""
-        if self._store is not None:
-            await self._in_thread(self._store.close)
-        self._disk.shutdown(wait=False)
+        await self._writer.close(self._store.close if self._store is not None else lambda: None)

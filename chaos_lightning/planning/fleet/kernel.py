@@ -1,5 +1,5 @@
-"""Runs simulations in virtual time: an event queue, one seeded random generator, and processes that can be frozen,
-thawed and killed.
+"""Runs simulations in virtual time: an event queue, one seeded random generator, processes that can be frozen, thawed
+and killed, and the pipes between them.
 
 Theory of operation. Everything that happens is a callable in one heap, ordered by virtual time and then by the order of
 scheduling, so that a run is a function of its seed. A `Process` receives whatever is meant for it through `deliver`:
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 
 Action = Callable[[], None]
@@ -97,3 +98,43 @@ class Process:
     def die(self) -> None:
         self.alive = False
         self._backlog.clear()
+
+
+@dataclass(slots=True)
+class Pipe:
+    """One direction of a connection: in order, and without loss until it is cut."""
+
+    kernel: Kernel
+    low: float
+    high: float
+    last: float = 0.0
+    lag: float = 0.0
+    """Seconds that are added to each latency."""
+    open: bool = True
+    cut_at: float = float("inf")
+
+    def send(self, payload: object, take: Callable[[object], None]) -> None:
+        if not self.open:
+            return
+        arrival = max(self.last, self.kernel.now + self.lag + self.kernel.between(self.low, self.high))
+        self.last = arrival
+
+        def arrive() -> None:
+            if self.kernel.now <= self.cut_at:
+                take(payload)
+
+        self.kernel.at(arrival, arrive)
+
+    def cut(self, at: float) -> None:
+        """Cuts the pipe at time `at`: nothing arrives later, and nothing more is accepted."""
+        self.open = False
+        self.cut_at = min(self.cut_at, at)
+
+    def end(self, told: Callable[[], None]) -> None:
+        """Closes the pipe in good order: everything sent before still arrives, and then the receiver is told of the
+        end.
+        """
+        if self.open:
+            self.open = False
+            self.last = max(self.last, self.kernel.now + self.kernel.between(self.low, self.high))
+            self.kernel.at(self.last, told)

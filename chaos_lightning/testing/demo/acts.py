@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe.fields import integer, number
 from chaos_lightning.testing.demo import ALONE

@@ -18,13 +18,13 @@ from typing import Annotated, Any
 
 import typer
 
-from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.units import duration
 from chaos_lightning.observe.fields import integer
 from chaos_lightning.outer.exchange.control_client import fetch_facts
 from chaos_lightning.outer.rules.types import Round
+from chaos_lightning.service.etcd_servers import EtcdServers
 from chaos_lightning.testing.demo import acts
 from chaos_lightning.testing.demo.far import BENDS, CLUSTERS, DIES, FAST, LATE, FarCluster
 from chaos_lightning.testing.demo.far_proof import Plot, prove

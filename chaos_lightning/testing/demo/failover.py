@@ -14,12 +14,12 @@ import statistics
 import time
 from functools import partial
 
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
+from chaos_lightning.control.requests import fetch_status
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.units import duration
 from chaos_lightning.observe.fields import integer
+from chaos_lightning.service.etcd_servers import EtcdServer, EtcdServers
 from chaos_lightning.testing.demo import acts, proof
 from chaos_lightning.testing.demo.members import FULL, QUICK
 from chaos_lightning.testing.demo.nodes import Cast, places_for

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from chaos_lightning.control.chain import ChainEntry
+from chaos_lightning.control.job_chain import ChainEntry
 from chaos_lightning.membership.effects import Chain, Persist, SchedulerEffect, SchedulerEvent
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.member import MemberMachine

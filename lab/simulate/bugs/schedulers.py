@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chaos_lightning.control.chain import ChainEntry, Tip, told
-from chaos_lightning.control.store import Appended
+from chaos_lightning.control.job_chain import ChainEntry, Tip, told
 from chaos_lightning.membership.detector import Detector, Suspicion
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.identity import Identity
@@ -25,6 +24,7 @@ from chaos_lightning.membership.silences import Silences
 from chaos_lightning.membership.terms import Terms
 from chaos_lightning.protocol.packing import PackedChange
 from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Settings, Span, Verdict, View
+from chaos_lightning.service.store import Appended
 from lab.simulate.bugs.frame import Bug, HastyBook, hooks_of, with_parts
 from lab.simulate.plans.members import (
     blip_plan,
