@@ -142,8 +142,7 @@ def main(command: str, *given: str) -> int:
         print(*adder.sums)
         return 0
     spec = replace(COUNTER, machine=TooSoon) if command == "planted" else COUNTER
-    found = bool(simulate_many(spec, adders, check, range(int(given[0]))))
-    return int(found != (command == "planted"))
+    return int(bool(simulate_many(spec, adders, check, range(int(given[0])))) != (command == "planted"))
 
 
 if __name__ == "__main__":
