@@ -197,6 +197,14 @@ def test_a_public_class_name_means_one_thing() -> None:
     assert [name for name, count in counts.items() if count > 1] == []
 
 
+def test_no_job_is_done_in_control_and_again_in_outer() -> None:
+    """No module of one room has the name of one in the other; what both need is in service/."""
+    control, outer = (
+        {path.stem for path in (ROOT / "chaos_lightning" / room).rglob("*.py")} for room in ("control", "outer")
+    )
+    assert control & outer - {"__init__", "events"} == set(), "each room declares its events in an events.py"
+
+
 def test_no_class_goes_over_several_files() -> None:
     """No class inherits from a class in another file, unless that is an interface."""
     classes = product_classes()

@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from chaos_lightning.security.credentials import Credentials, Secret, check_bind
 from chaos_lightning.service.hosting import (
     IDLE_TIMEOUT_S,
     HostedProcess,
+    ServiceStart,
     ensure,
     facts_at,
     last_words,
@@ -138,89 +139,69 @@ def ensure_scheduler(
         ConfigurationError, RefusedError: What is there cannot serve this job; the message says why.
         SchedulerUnreachableError: The scheduler was started, but ended or did not answer; the message quotes its log.
     """
+    from chaos_lightning.control.requests import WHAT, fetch_status
+
     host, _ = split_endpoint(options.listen)
     if not is_local(host) or (continue_only and options.store == MEMORY):
         return None
     check_bind(host, token)
     check_settings(options.settings)
-    starter = _Starter(options, Credentials.of(token), continue_only, serves_end, chain)
-    return ensure(starter, timeout_s, given_up)
+    job, secret = options.settings.job, Credentials.of(token)
+    finished = RefusedError(f"job {job!r} is finished; nothing is left to do")
 
-
-@dataclass(frozen=True)
-class _Starter:
-    """A job's scheduler, as `ensure` starts it."""
-
-    options: SchedulerOptions
-    secret: Credentials
-    continue_only: bool
-    serves_end: bool
-    chain: str
-    what = "scheduler"
-
-    @property
-    def listen(self) -> str:
-        return self.options.listen
-
-    @property
-    def job(self) -> str:
-        return self.options.settings.job
-
-    def look(self) -> str:
-        found = look(self.listen, self.job, self.secret)
-        if found == "past" and not self.continue_only:
-            _end_past(self.listen, self.job, self.secret)
-        if found == "finished" and self.continue_only:
-            raise self._finished()
+    def looked() -> str:
+        found = look(options.listen, job, token)
+        if found == "past" and not continue_only:
+            _end_past(options.listen, job, token)
+        if found == "finished" and continue_only:
+            raise finished
         return found
 
-    def serves(self, found: str) -> bool:
-        return found in ("serves", "tells")
-
-    def over(self, found: str) -> bool:
-        return found == "finished"
-
-    def _finished(self) -> RefusedError:
-        return RefusedError(f"job {self.job!r} is finished; nothing is left to do")
-
-    def start(self) -> HostedProcess | None:
-        options = self.options
+    def start() -> HostedProcess | None:
         if _gave_way(options):
             return None
-        if self.continue_only and (_finished(options) or (not self.serves_end and _stored(options).finished)):
-            raise self._finished()
-        if self.chain and (held := _stored(options).chain) != self.chain:
+        if continue_only and (_finished(options) or (not serves_end and _stored(options).finished)):
+            raise finished
+        if chain and (held := _stored(options).chain) != chain:
             raise StoreError(
-                f"no scheduler is started at {options.listen}: job {self.job} goes by chain {short(self.chain)}, and "
+                f"no scheduler is started at {options.listen}: job {job} goes by chain {short(chain)}, and "
                 f"{options.store or options.store_path} holds {f'chain {short(held)}' if held else 'none'}. "
                 "Start one there on the store that holds it"
             )
-        again = _begins_again(options)
-        started = _spawn(options, self.secret)
+        again, started = _begins_again(options), _spawn(options, secret)
         if again:
+            where = "etcd holds no old chains" if options.in_etcd else f"the old one is beside {options.store_path}"
             logger.info(
                 "job %r was finished; a new job by that name begins at %s, from the state that its members start with "
                 "(%s)",
-                self.job,
+                job,
                 options.listen,
-                "etcd holds no old chains" if options.in_etcd else f"the old one is beside {options.store_path}",
+                where,
             )
         return started
 
-    def ended(self, started: HostedProcess) -> bool:
+    def ended(started: HostedProcess) -> bool:
         words = last_words(started.log)
         if GAVE_WAY not in words:
             raise SchedulerUnreachableError(f"the scheduler ended at once; {words}")
-        logger.warning("job %s waits for the scheduler that its members know: %s", self.job, words)
+        logger.warning("job %s waits for the scheduler that its members know: %s", job, words)
         return False
 
-    def lost(self, started: HostedProcess) -> str:
-        return ""
+    def own(started: HostedProcess) -> bool:
+        return fetch_status(started.endpoint, token, follow=False).get("pid") == started.pid
 
-    def answers(self, started: HostedProcess) -> bool:
-        from chaos_lightning.control.requests import fetch_status
-
-        return fetch_status(started.endpoint, self.secret, follow=False).get("pid") == started.pid
+    service = ServiceStart(
+        what=WHAT,
+        listen=options.listen,
+        job=job,
+        look=looked,
+        good=("serves", "tells"),
+        over="finished",
+        start=start,
+        ended=ended,
+        own=own,
+    )
+    return ensure(service, timeout_s, given_up)
 
 
 def chain_at(endpoint: str, token: Secret) -> str:

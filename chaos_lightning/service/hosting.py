@@ -4,7 +4,7 @@ Theory of operation. Whoever needs a service looks at the endpoint. If it is on 
 service of this job answers there, fine. If nobody listens, a process is started, detached, so that it outlives its
 starter, and the endpoint is looked at until it answers. Two starters may race: only one process gets the port or the
 files, the other one ends before it has touched them, and both starters find the winner. What stands in the way is the
-service's own affair: its `Starter` says what is there, and what that means.
+service's own affair: its `ServiceStart` says what is there, and what that means.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.machine.addresses import split_endpoint
@@ -110,59 +110,42 @@ def facts_at(endpoint: str, fetch: Callable[[], dict[str, Any]]) -> dict[str, An
         return ODD if is_another_kind(*split_endpoint(endpoint)) else SILENT
 
 
-class Starter(Protocol):
-    """Facts about a service that `ensure` needs.
+@dataclass(frozen=True, kw_only=True)
+class ServiceStart:
+    """A service to be started at an endpoint, and what must be known of it.
 
     Attributes:
-        what: Text that names the service, for messages.
+        what: Text that names it, for messages.
         listen: HOST:PORT at which it is to listen.
-        job: Name of the job.
+        job: Name of its job.
+        look: Returns what is at the endpoint: FREE, SILENT, ODD or a word of its own; raises what cannot serve this
+            job.
+        good: Words of `look` that say that what is there will do.
+        over: Word of `look` for one whose job has ended, and that is still about.
+        start: Starts it; returns None if that must not be, and waiting is in vain.
+        ended: Takes a process that was started and has ended; returns whether another one is to be waited for, or
+            raises why it failed.
+        own: Returns whether it is this process that answers.
+        lost: Returns words if this process has ended because another one was first.
     """
 
-    @property
-    def what(self) -> str: ...
-
-    @property
-    def listen(self) -> str: ...
-
-    @property
-    def job(self) -> str: ...
-
-    def look(self) -> str:
-        """Returns what is at the endpoint: FREE, SILENT, ODD or a word of its own.
-
-        Raises:
-            ConfigurationError, RefusedError: It cannot serve this job.
-        """
-
-    def serves(self, found: str) -> bool:
-        """Returns whether what is there will do."""
-
-    def over(self, found: str) -> bool:
-        """Returns whether it belongs to a job that has ended, and is still about."""
-
-    def start(self) -> HostedProcess | None:
-        """Starts the service; returns None if that must not be, and waiting is in vain."""
-
-    def ended(self, started: HostedProcess) -> bool:
-        """Takes that the process that was started has ended; returns whether another service is to be waited for.
-
-        Raises:
-            SchedulerUnreachableError: It failed.
-        """
-
-    def lost(self, started: HostedProcess) -> str:
-        """Returns words if the process ended because another one was first; "" if not."""
-
-    def answers(self, started: HostedProcess) -> bool:
-        """Returns whether it is the process that was started that answers."""
+    what: str
+    listen: str
+    job: str
+    look: Callable[[], str]
+    good: Collection[str]
+    over: str
+    start: Callable[[], HostedProcess | None]
+    ended: Callable[[HostedProcess], bool]
+    own: Callable[[HostedProcess], bool]
+    lost: Callable[[HostedProcess], str] = lambda started: ""
 
 
-def ensure(starter: Starter, timeout_s: float, given_up: Callable[[], bool]) -> HostedProcess | None:
+def ensure(service: ServiceStart, timeout_s: float, given_up: Callable[[], bool]) -> HostedProcess | None:
     """Starts a service if its port is free; returns it once it answers, or None if none was started.
 
     Args:
-        starter: The service.
+        service: The service.
         timeout_s: Seconds to wait for an answer. A wait of more than some seconds is logged, with what is waited for.
         given_up: Asked now and then: true if the caller waits no more; then None is returned.
 
@@ -174,38 +157,38 @@ def ensure(starter: Starter, timeout_s: float, given_up: Callable[[], bool]) -> 
     begun = told = time.monotonic()
     odd_since: float | None = None
     start_at = 0.0
-    what, listen = starter.what, starter.listen
+    what, listen = service.what, service.listen
     while not given_up():
-        found, now = starter.look(), time.monotonic()
+        found, now = service.look(), time.monotonic()
         odd_since = (odd_since or now) if found == ODD else None
         lives = started is not None and started.alive()
-        if starter.serves(found):
-            return started if started is not None and lives and _answers(starter, started) else None
+        if found in service.good:
+            return started if started is not None and lives and _answers(service, started) else None
         if found == FREE and not lives and now > start_at:
-            if started is not None and not starter.ended(started):
+            if started is not None and not service.ended(started):
                 return None
             start_at = now + RACE_S
-            if (started := starter.start()) is None:
+            if (started := service.start()) is None:
                 return None
         elif odd_since is not None and now - odd_since > ODD_LISTENER_PATIENCE_S and not lives:
             raise RefusedError(f"at {listen} something listens that is no {what}{named(listen)}; choose another port")
         left = begun + timeout_s - now
         if left <= 0 or now - told > TELL_S:
             told = now
-            words = f"the finished job's {what} does not end" if starter.over(found) else "no answer"
+            words = f"the finished job's {what} does not end" if found == service.over else "no answer"
             words += f" at {listen}{named(listen)}"
             if started is not None:
-                words += f"; {starter.lost(started) or last_words(started.log)}"
+                words += f"; {service.lost(started) or last_words(started.log)}"
             if left <= 0:
                 raise SchedulerUnreachableError(f"{words}; waited for {timeout_s:g} s")
-            _log.warning("job %s waits for its %s: %s; gives up in %.0f s", starter.job, what, words, left)
+            _log.warning("job %s waits for its %s: %s; gives up in %.0f s", service.job, what, words, left)
         time.sleep(_LOOK_INTERVAL_S)
     return None
 
 
-def _answers(starter: Starter, started: HostedProcess) -> bool:
+def _answers(service: ServiceStart, started: HostedProcess) -> bool:
     try:
-        return starter.answers(started)
+        return service.own(started)
     except SchedulerUnreachableError:
         return False  # it has ended since it was seen
 

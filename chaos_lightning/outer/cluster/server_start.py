@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from chaos_lightning.declared import absolute, command_line
 from chaos_lightning.errors import ChaosError, ConfigurationError, SchedulerUnreachableError, StoreError
@@ -25,6 +25,7 @@ from chaos_lightning.security.credentials import Credentials, Secret, check_bind
 from chaos_lightning.service.hosting import (
     IDLE_TIMEOUT_S,
     HostedProcess,
+    ServiceStart,
     ensure,
     facts_at,
     last_words,
@@ -88,55 +89,36 @@ def ensure_server(
     if not is_local(host):
         return None
     check_bind(host, secret)
-    starter = _Starter(options, Credentials.of(secret), again, job_id)
-    return ensure(starter, timeout_s, given_up)
 
+    def looked() -> str:
+        found = look(options.listen, options.job, secret)
+        if found == "serves" and not spawned and not again and options.followers:
+            _compare(options, secret)
+        return found
 
-@dataclass
-class _Starter:
-    """A job's parameter server, as `ensure` starts it."""
+    def start() -> HostedProcess:
+        spawned.append(_spawn(options, Credentials.of(secret), again=again, job_id=job_id))
+        return spawned[-1]
 
-    options: ServerOptions
-    secret: Credentials
-    again: bool
-    job_id: str
-    spawned: bool = False
-    what = WHAT
-
-    @property
-    def listen(self) -> str:
-        return self.options.listen
-
-    @property
-    def job(self) -> str:
-        return self.options.job
-
-    def look(self) -> str:
-        return look(self.listen, self.job, self.secret)
-
-    def serves(self, found: str) -> bool:
-        good = found == "serves" or (found == "ended" and self.again)
-        if good and not self.spawned and not self.again and self.options.followers:
-            _compare(self.options, self.secret)
-        return good
-
-    def over(self, found: str) -> bool:
-        return found == "ended"
-
-    def start(self) -> HostedProcess:
-        self.spawned = True
-        return _spawn(self.options, self.secret, again=self.again, job_id=self.job_id)
-
-    def ended(self, started: HostedProcess) -> bool:
+    def ended(started: HostedProcess) -> bool:
         if not _gave_way(started):
             raise SchedulerUnreachableError(f"the {WHAT} ended at once; {last_words(started.log)}")
         return True
 
-    def lost(self, started: HostedProcess) -> str:
-        return "another process of this machine starts it" if _gave_way(started) else ""
-
-    def answers(self, started: HostedProcess) -> bool:
-        return fetch_facts(started.endpoint, self.secret, follow=False).get("parent_pid") == started.pid
+    spawned: list[HostedProcess] = []
+    service = ServiceStart(
+        what=WHAT,
+        listen=options.listen,
+        job=options.job,
+        look=looked,
+        good=("serves", "ended") if again else ("serves",),
+        over="ended",
+        start=start,
+        ended=ended,
+        own=lambda started: fetch_facts(started.endpoint, secret, follow=False).get("parent_pid") == started.pid,
+        lost=lambda started: "another process of this machine starts it" if _gave_way(started) else "",
+    )
+    return ensure(service, timeout_s, given_up)
 
 
 def _gave_way(started: HostedProcess) -> bool:
