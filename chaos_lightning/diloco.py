@@ -37,10 +37,11 @@ from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.training import least_batch, reduced_buffers
+from chaos_lightning.outer.cluster.cluster_effects import Boundary, renew
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.cluster.leaving import Patience, leaving_signals
 from chaos_lightning.outer.cluster.replica import Replica
-from chaos_lightning.outer.cluster.session import Boundary, OuterSession, agreement_of, renew
+from chaos_lightning.outer.cluster.session import OuterSession, agreement_of
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import Covered, JobProgress
 from chaos_lightning.pipeline.hooked import alone

@@ -33,11 +33,12 @@ from chaos_lightning.machine.signals import ExitSignals, Handler
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.participation import Footing
 from chaos_lightning.member.training import least_batch, reduced_buffers
+from chaos_lightning.outer.cluster.cluster_effects import Boundary, renew
 from chaos_lightning.outer.cluster.elastic import ElasticCluster
 from chaos_lightning.outer.cluster.leaving import Patience, cost, insist
 from chaos_lightning.outer.cluster.replica import Replica
 from chaos_lightning.outer.cluster.server_start import others_in
-from chaos_lightning.outer.cluster.session import Boundary, agreement_of, renew
+from chaos_lightning.outer.cluster.session import agreement_of
 from chaos_lightning.outer.cluster.strategy_options import DiLoCoOptions, build
 from chaos_lightning.outer.exchange.vocabulary import OUTER
 from chaos_lightning.outer.rules.types import HYPER

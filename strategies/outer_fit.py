@@ -39,8 +39,9 @@ from torch import Tensor
 from chaos_lightning.data.feeds import Tag, batch_length, declared_batch
 from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.outer.cluster.cluster_effects import Boundary, renew
 from chaos_lightning.outer.cluster.leaving import Patience, leaving_signals
-from chaos_lightning.outer.cluster.session import Boundary, OuterSession, renew
+from chaos_lightning.outer.cluster.session import OuterSession
 from chaos_lightning.outer.rules.types import Covered
 from chaos_lightning.strategies.data import themselves
 from chaos_lightning.strategies.elastic import explained

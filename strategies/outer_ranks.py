@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chaos_lightning.errors import ChaosError
+from chaos_lightning.outer.cluster.cluster_effects import Boundary
 from chaos_lightning.outer.cluster.replica import Replica
-from chaos_lightning.outer.cluster.session import Boundary, OuterSession
+from chaos_lightning.outer.cluster.session import OuterSession
 from chaos_lightning.outer.rules.cluster import reckon
 from chaos_lightning.outer.rules.types import NO_VERSION, Covered, JobProgress, VersionId
 from chaos_lightning.planning.batches import Batches

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from chaos_lightning.planning.fleet.kernel import Kernel, Pipe, Process
+from chaos_lightning.planning.fleet.kernel import Kernel
 from chaos_lightning.service.memory_store import MemoryStore, Shelf
 from chaos_lightning.service.spec import (
     ClientLeft,
@@ -32,6 +32,7 @@ from chaos_lightning.service.spec import (
     TimePasses,
 )
 from chaos_lightning.service.store import Appended
+from chaos_lightning.testing.world import SimClient, SimHost, SimStream
 
 FAULTS = ("kill", "kill at an effect", "freeze", "cut", "lose answers")
 ENDED_S = 120.0
@@ -60,30 +61,7 @@ class ServiceOutcome:
     log: list[str] = field(default_factory=list)
 
 
-class _Stream:
-    def __init__(self, world: ServiceWorld, client: _ClientProcess, host: _Host) -> None:
-        self.number, self.client, self.host = world.number(), client, host
-        self.up, self.down = (Pipe(world.kernel, 0.0005, 0.02) for _ in "ud")
-
-    def arrived(self, data: Any) -> None:
-        """Takes what has arrived at the host."""
-        self.host.deliver(lambda: self.host.heard(self, data))
-
-    def told(self, data: Any) -> None:
-        """Takes what has arrived at the client."""
-        self.client.deliver(lambda: self.client.told(self, data))
-
-    def cut(self) -> None:
-        """Breaks the stream: each end notices after a while, and what is on its way may be lost."""
-        kernel = self.client.kernel
-        noticed_s = kernel.between(0.02, 0.3)
-        self.up.cut(kernel.now + kernel.between(0.0, noticed_s))
-        self.down.cut(kernel.now + kernel.between(0.0, 0.01))
-        kernel.after(noticed_s, lambda: self.host.deliver(lambda: self.host.left(self)))
-        kernel.after(kernel.between(0.011, 0.05), lambda: self.client.deliver(lambda: self.client.lost(self)))
-
-
-class _Host(Process):
+class _Host(SimHost):
     """Process that leads: the machine, and its effects in order, each possibly its last."""
 
     def __init__(self, world: ServiceWorld) -> None:
@@ -93,9 +71,6 @@ class _Host(Process):
         self.store.take_term()
         self._end, records = self.store.read()
         self._machine = self.spec.machine([self.spec.read_record(record.body) for record in records])
-        self.streams: dict[int, _Stream] = {}
-        self.dies_at = -1
-        """Number of effects after which it is killed; -1: it is not."""
         self._events: deque[ServiceEvent] = deque()
         self._outcomes: deque[ServiceEvent] = deque()
         self._effects: deque[ServiceEffect] = deque()
@@ -115,10 +90,7 @@ class _Host(Process):
             if not self._effects:
                 event = (self._outcomes or self._events).popleft()
                 self._effects.extend(self._machine.on(self.kernel.now, event))
-            elif self.dies_at == 0:
-                self.kill()
-            else:
-                self.dies_at -= 1
+            elif not self.dies():
                 self._apply(self._effects.popleft())
 
     def _apply(self, effect: ServiceEffect) -> None:
@@ -127,11 +99,9 @@ class _Host(Process):
                 self._writing = True
                 self.kernel.after(self.kernel.between(0.001, 0.02), lambda: self._write(effect))
             case TellClient(conn, message):
-                if (stream := self.streams.get(conn)) is not None:
-                    stream.down.send(self.spec.write_told(message), stream.told)
-            case EndStream(conn):
-                if (stream := self.streams.get(conn)) is not None:
-                    stream.cut()
+                self.tell(conn, self.spec.write_told(message))
+            case EndStream(conn) if conn in self.streams:
+                self.streams[conn].cut()
             case EndService(reason):
                 self.world.over(reason)
 
@@ -139,15 +109,12 @@ class _Host(Process):
         """Writes a record; if its writer has died meanwhile, the write may still arrive."""
         if not self.alive and self.kernel.random.random() < 0.5:
             return
-        outcome = self._append(effect)
+        body, kind = self.spec.write_record(effect.record), type(effect.record).__name__
+        outcome = self.store.append(kind, body, self._end, cut=effect.sums_up)
         if self.world.loses_answers and self.kernel.random.random() < 0.5:
             self.kernel.after(_AGAIN_S, lambda: self._write(effect))
             return
         self.deliver(lambda: self._wrote(effect, outcome))
-
-    def _append(self, effect: PutRecord) -> Appended:
-        body, kind = self.spec.write_record(effect.record), type(effect.record).__name__
-        return self.store.append(kind, body, self._end, cut=effect.sums_up)
 
     def _wrote(self, effect: PutRecord, outcome: Appended) -> None:
         self._writing = False
@@ -159,54 +126,33 @@ class _Host(Process):
         self._outcomes.append(RecordStored(effect.record))
         self._drive()
 
-    def heard(self, stream: _Stream, data: Any) -> None:
-        if self.streams.get(stream.number) is stream:
-            self.feed(ClientSaid(stream.number, stream.client.name, self.spec.read_said(data)))
+    def heard(self, stream: SimStream, message: Any) -> None:
+        self.feed(ClientSaid(stream.conn, stream.client.name, self.spec.read_said(message)))
 
-    def left(self, stream: _Stream) -> None:
-        if self.streams.pop(stream.number, None) is not None:
-            self.feed(ClientLeft(stream.number, abrupt=True))
+    def left(self, stream: SimStream, proof: bool) -> None:
+        self.feed(ClientLeft(stream.conn, abrupt=True))
 
-    def kill(self) -> None:
-        if self.alive:
-            self.die()
-            for stream in list(self.streams.values()):
-                stream.cut()
-            self.world.died(self)
+    def killed(self) -> None:
+        self.world.died(self)
 
 
-class _ClientProcess(Process):
-    """Process of a client, which looks for the host that leads."""
+class _ClientProcess(SimClient):
+    """Process of a client."""
 
     def __init__(self, world: ServiceWorld, own: SpecClient) -> None:
-        super().__init__(world.kernel, own.name)
-        self.world, self.own = world, own
-        self.stream: _Stream | None = None
-        self.timer(0.0, self._dial)
+        super().__init__(world.kernel, own.name, world)
+        self.own, self._spec = own, world.spec
+        self.timer(0.0, self.connect)
 
-    def _dial(self) -> None:
-        host = self.world.host
-        if host is None or host.frozen:
-            self.timer(self.kernel.between(0.02, 0.3), self._dial)
-            return
-        self.stream = _Stream(self.world, self, host)
-        host.streams[self.stream.number] = self.stream
+    def begun(self) -> None:
         self._say(self.own.connected())
 
+    def hear(self, message: Any) -> None:
+        self._say(self.own.heard(self._spec.read_told(message)))
+
     def _say(self, messages: Iterable[Any]) -> None:
-        stream = self.stream
         for message in messages:
-            assert stream is not None, "a client speaks on a stream only"
-            stream.up.send(self.world.spec.write_said(message), stream.arrived)
-
-    def told(self, stream: _Stream, data: Any) -> None:
-        if stream is self.stream:
-            self._say(self.own.heard(self.world.spec.read_told(data)))
-
-    def lost(self, stream: _Stream) -> None:
-        if stream is self.stream:
-            self.stream = None
-            self.timer(self.kernel.between(0.01, 0.2), self._dial)
+            self.say(self._spec.write_said(message))
 
 
 class ServiceWorld:
@@ -274,7 +220,7 @@ class ServiceWorld:
             case "kill":
                 host.kill()
             case "kill at an effect":
-                host.dies_at = chance.randrange(12)
+                host.die_at_effect = chance.randrange(12)
             case "freeze":
                 host.freeze()
                 self.kernel.after(lasts_s, host.thaw)

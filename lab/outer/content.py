@@ -1,5 +1,5 @@
 """Models the outer state of a simulated rank with sets of inner steps instead of the tensors of
-outer/cluster/content.py.
+outer/cluster/cluster_model.py.
 
 Theory of operation. Each inner step has a number. What was trained is a list of these, what a push holds is a set of
 them, and a codec with a residual leaves some out.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 from chaos_lightning.outer.exchange.serving import ServedVersions
 from chaos_lightning.outer.rules import cluster as cl
@@ -42,9 +42,10 @@ from chaos_lightning.outer.rules.types import (
     VersionId,
 )
 from chaos_lightning.planning.batches import UNTOLD, Batches
-from chaos_lightning.planning.fleet.kernel import Kernel, Pipe, Process
+from chaos_lightning.planning.fleet.kernel import Kernel
 from chaos_lightning.protocol.spans import count, first_positions
 from chaos_lightning.protocol.types import Span
+from chaos_lightning.testing.world import SimClient, SimHost, SimStream
 from lab.outer.blocks import grid_of, part_of
 from lab.outer.content import Content
 from lab.outer.oracle import Oracle, Violation, computed
@@ -87,6 +88,9 @@ class Job(Protocol):
 
     @property
     def clusters(self) -> Mapping[str, Cluster]: ...
+
+    @property
+    def host(self) -> SimHost | None: ...
 
     def number(self) -> int: ...
 
@@ -207,30 +211,10 @@ def lean(push: PushId, version: VersionId) -> str:
     return ExactSum.of([-size if turned(push) else size - 0.5]).encode()
 
 
-class Stream:
-    """Connection of a client to a leader process, with an ordered pipe in each direction."""
-
-    def __init__(self, job: Job, client: Client, leader: LeaderProcess) -> None:
-        self.conn, self.since = job.number(), job.kernel.now
-        self.client = client
-        self.leader = leader
-        self.up = Pipe(job.kernel, 0.0005, 0.02)
-        self.up.lag = job.kernel.between(0.0, 0.2) if job.kernel.random.random() < 0.1 else 0.0
-        self.down = Pipe(job.kernel, 0.0005, 0.02)
-
-    def cut(self, *, proof: bool = False) -> None:
-        """Cuts the stream: each end notices it after a while, and messages on their way may be lost."""
-        kernel = self.client.kernel
-        # The client may be back before its leader knows that the stream is gone, or has heard all that it said there.
-        noticed_s = kernel.between(0.02, 0.3)
-        self.up.cut(kernel.now + kernel.between(0.0, noticed_s))
-        self.down.cut(kernel.now + kernel.between(0.0, 0.01))
-        kernel.after(noticed_s, lambda: self.leader.deliver(lambda: self.leader.closed(self, proof)))
-        kernel.after(kernel.between(0.011, 0.05), lambda: self.client.deliver(lambda: self.client.lost(self)))
-
-
-class LeaderProcess(Process):
+class LeaderProcess(SimHost):
     """Simulated leader process, from its start to its death."""
+
+    repeats = 0.02
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job.kernel, name)
@@ -241,8 +225,6 @@ class LeaderProcess(Process):
             self.chain.follow(entry)
         self.machine = job.machines.leader(self.chain, self.term, job.shards)
         self.machine.summaries.every, self.machine.summaries.versions = job.sums
-        self.streams: dict[int, Stream] = {}
-        self.die_at_effect = -1
         self._deadline_s = 0.0
         self.timer(TICK_S, self._tick)
 
@@ -261,17 +243,13 @@ class LeaderProcess(Process):
         else:
             effects = self.machine.on(self.kernel.now + 1.0, event)
         for effect in effects:
-            if not self.alive:
+            if not self.alive or self.dies():
                 break
-            if self.die_at_effect == 0:
-                self.crash()
-                break
-            self.die_at_effect -= 1
             match effect:
                 case fx.StoreEntry(entry):
                     self.kernel.after(self.kernel.between(0.001, 0.02), lambda e=entry: self._write(e))  # type: ignore[misc]
                 case fx.SendTo(conn, message):
-                    self._send(conn, message)
+                    self.tell(conn, message)
                 case fx.HangUp(conn):
                     if conn in self.streams:
                         self.streams[conn].cut()
@@ -289,13 +267,6 @@ class LeaderProcess(Process):
             raise Violation(f"the deadline of an open window was moved from {self._deadline_s} to {deadline_s} (O13)")
         self._deadline_s = deadline_s
 
-    def _send(self, conn: int, message: object) -> None:
-        stream = self.streams.get(conn)
-        if stream is not None:
-            client = stream.client
-            for _ in range(1 + (self.kernel.random.random() < 0.02)):
-                stream.down.send(message, lambda m: client.deliver(lambda: client.told(stream, m)))
-
     def _write(self, entry: Entry) -> None:
         """Writes an entry to the store; if the leader has died in the meantime, the write may still arrive."""
         store, again = self.job.store, self.job.store.holds(entry)
@@ -310,98 +281,27 @@ class LeaderProcess(Process):
             return
         self.deliver(lambda: self.feed(fx.EntryStored(not refused, refused)))
 
-    def closed(self, stream: Stream, proof: bool) -> None:
-        if self.streams.pop(stream.conn, None) is not None:
-            self.feed(fx.StreamClosed(stream.conn, proof))
+    def heard(self, stream: SimStream, message: Any) -> None:
+        self.feed(fx.Heard(stream.conn, message))
 
-    def crash(self) -> None:
-        """Kills the leader by SIGKILL."""
-        if not self.alive:
-            return
-        self.die()
-        for stream in list(self.streams.values()):
-            stream.cut()
+    def left(self, stream: SimStream, proof: bool) -> None:
+        self.feed(fx.StreamClosed(stream.conn, proof))
+
+    def killed(self) -> None:
         self.job.led(self, "it was killed", finished=False)
 
 
-class Client(Process):
-    """Simulated process of a follower or cluster, which looks for the leader and repeats all its facts on each new
-    stream.
-    """
+class Client(SimClient):
+    """Simulated process of a follower or cluster."""
+
+    repeats = 0.05
 
     def __init__(self, job: Job, name: str) -> None:
-        super().__init__(job.kernel, name)
+        super().__init__(job.kernel, name, job)
         self.job = job
-        self.stream: Stream | None = None
-        self.cut_at = 0.0
-        self.die_at_effect = -1
 
-    def connect(self) -> None:
-        """Connects to the current leader; tries again until it works."""
-        leader = self.job.leader
-        if self.stream is not None or not self.alive:
-            return
-        if leader is None or not leader.alive:
-            self.timer(self.kernel.between(0.05, 0.2), self.connect)
-            return
-        stream = self.stream = Stream(self.job, self, leader)
-        leader.streams[stream.conn] = stream
-        self.begun()
-
-    def say(self, message: object) -> None:
-        stream = self.stream
-        if stream is not None:
-            leader = stream.leader
-            for _ in range(1 + (self.kernel.random.random() < 0.05)):
-                stream.up.send(
-                    message,
-                    lambda m: leader.deliver(
-                        lambda: leader.feed(fx.Heard(stream.conn, m)) if stream.conn in leader.streams else None  # type: ignore[arg-type]
-                    ),
-                )
-
-    def lost(self, stream: Stream) -> None:
-        if self.stream is stream:
-            self.stream, self.cut_at = None, self.kernel.now
-            self.ended()
-            self.timer(self.kernel.between(0.01, 0.2), self.connect)
-
-    def told(self, stream: Stream, message: object) -> None:
-        if self.stream is stream:
-            self.hear(message)
-
-    def listen(self) -> None:
-        """Cuts the stream to a leader that has been silent for long, since another may lead by now."""
-        stream = self.stream
-        if stream is not None and stream.leader.frozen and self.kernel.now - stream.leader.frozen_since > SILENT_S:
-            stream.cut()
-
-    def dies(self) -> bool:
-        """Kills the process if a planned death is due before the next effect; returns whether it is dead."""
-        if self.die_at_effect == 0:
-            self.kill()
-        self.die_at_effect -= 1
-        return not self.alive
-
-    def begun(self) -> None:
-        raise NotImplementedError
-
-    def ended(self) -> None:
-        raise NotImplementedError
-
-    def hear(self, message: object) -> None:
-        raise NotImplementedError
-
-    def kill(self) -> None:
-        """Kills the process by SIGKILL."""
-        if self.alive:
-            self.die()
-            if self.stream is not None:
-                self.stream.cut(proof=self.kernel.random.random() < 0.7)
-            self.killed()
-
-    def killed(self) -> None:
-        """Reacts to the process's death, for example by starting it again."""
+    def lag_s(self) -> float:
+        return self.kernel.between(0.0, 0.2) if self.kernel.random.random() < 0.1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,7 +329,7 @@ class FollowerProcess(Client):
         self.connect()
 
     def _tick(self) -> None:
-        self.listen()
+        self.listen(SILENT_S)
         self.feed(fx.TimePassed())
         self.timer(TICK_S, self._tick)
 
@@ -578,7 +478,7 @@ class FollowerProcess(Client):
 
 @dataclass(slots=True)
 class VersionFetch:
-    """Fetch of a version from all followers at once, like that of `getting.VersionGetter`.
+    """Fetch of a version from all followers at once, like that of `exchange.VersionGetter`.
 
     Args:
         job: Job of the version.
@@ -656,7 +556,7 @@ class ClusterProcess(Client):
         return {push: pushed.manifest for push, pushed in self.content.pushes.items()}
 
     def _tick(self) -> None:
-        self.listen()
+        self.listen(SILENT_S)
         self.feed(fx.TimePassed())
         self.timer(TICK_S, self._tick)
 

@@ -24,15 +24,16 @@ from chaos_lightning.outer.rules.types import NO_VERSION, PushId, VersionId
 from chaos_lightning.planning.fleet.kernel import Process
 from chaos_lightning.protocol.spans import count
 from chaos_lightning.protocol.types import Span
+from chaos_lightning.testing.world import SimStream
 from lab.outer.content import Content, Pushed
 from lab.outer.oracle import Violation
 from lab.outer.processes import (
     AGAIN_S,
+    SILENT_S,
     TICK_S,
     Client,
     ClusterSpec,
     Job,
-    Stream,
     VersionFetch,
     agreement,
 )
@@ -76,7 +77,7 @@ class Rank(Client):
             super().connect()
 
     def _tick(self) -> None:
-        self.listen()
+        self.listen(SILENT_S)
         if self.part.attends:
             if self.part.beat is not None:
                 self.say(self.part.beat)
@@ -205,7 +206,7 @@ class RanksJob(Process):
         return self.ranks[0].part.state.machine
 
     @property
-    def stream(self) -> Stream | None:
+    def stream(self) -> SimStream | None:
         """First rank's stream to the leader, if it has one."""
         return self.ranks[0].stream
 

@@ -108,6 +108,11 @@ class World:
         """Returns whether a push contains non-finite values; depends on its name only, so that all shards agree."""
         return push.number > 1 and Random(f"{self.plan.seed} {push}").random() < self.plan.poison
 
+    @property
+    def host(self) -> LeaderProcess | None:
+        """Leader that rules now; None if none does."""
+        return self.leader
+
     def number(self) -> int:
         """Returns a number that no earlier call returned."""
         self._number += 1
@@ -157,7 +162,7 @@ class World:
             return
         for name, cluster in self.clusters.items():
             stream, known = cluster.stream, (cluster.machine.base, cluster.machine.newest)
-            heard = stream is not None and stream.leader is self.leader and self.kernel.now - stream.since > HEARD_S
+            heard = stream is not None and stream.host is self.leader and self.kernel.now - stream.since > HEARD_S
             if cluster.alive and heard and any(v != NO_VERSION and v not in self.chain.versions for v in known):
                 raise Violation(f"a round is decided on an older copy of the store, and {name} knows {known} (O4)")
 
@@ -264,7 +269,7 @@ class World:
         leader, after = self.leader, self.kernel.after
         match fault.action:
             case "leader" if leader is not None:
-                leader.crash()
+                leader.kill()
             case "leader-effect" if leader is not None:
                 leader.die_at_effect = self.kernel.random.randrange(12)
             case "freeze-leader" if leader is not None:
@@ -333,12 +338,12 @@ class World:
     def _notice(self, leader: LeaderProcess) -> None:
         """Ends a leader that wakes from a freeze after its lease has ended."""
         if self.leader is not leader:
-            leader.crash()
+            leader.kill()
 
     def _stop_server(self) -> None:
         """Kills all processes of the server."""
         if self.leader is not None:
-            self.leader.crash()
+            self.leader.kill()
         for follower in list(self.followers.values()):
             follower.kill()
 
@@ -402,7 +407,7 @@ class World:
         for entry in self.entries:
             self.chain.follow(entry)
         if self.leader is not None:
-            self.leader.crash()
+            self.leader.kill()
 
     # ------------------------------------------------------------------ the run
 
@@ -443,9 +448,7 @@ class World:
         needed, now = self.chain.needed(), self.kernel.now
         for name, follower in self.followers.items():
             stream = follower.stream
-            told = (
-                follower.alive and stream is not None and stream.since + CALM_S < now and stream.leader is self.leader
-            )
+            told = follower.alive and stream is not None and stream.since + CALM_S < now and stream.host is self.leader
             for push in follower.parts if told and follower.machine._obeys else ():
                 gone_s = now - self._removed_at.get(push.incarnation, now)
                 if gone_s > CALM_S and push not in needed:

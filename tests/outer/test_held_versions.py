@@ -10,7 +10,7 @@ import pytest
 from until_support import until
 
 from chaos_lightning.errors import NoDonorError, StateError
-from chaos_lightning.outer.cluster.getting import Attempt, Sought, VersionGetter
+from chaos_lightning.outer.cluster.exchange import Attempt, Sought, VersionGetter
 from chaos_lightning.outer.exchange.codec import BF16, Part
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules.chain import OuterChain

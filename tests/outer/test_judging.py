@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.member.training import reduced_buffers
-from chaos_lightning.outer.cluster.content import OuterContent
+from chaos_lightning.outer.cluster.cluster_model import ClusterModel
 from chaos_lightning.outer.cluster.replica import Replica
 from chaos_lightning.outer.exchange.codec import Part, codec_named
 from chaos_lightning.outer.rules import settings as outer_settings
@@ -555,7 +555,7 @@ def test_the_inner_optimizer_begins_anew_ever_more_rarely() -> None:
     once it would keep later damage.
     """
     grid = Grid((SIZE,), 64)
-    content = OuterContent(Replica([("w", torch.zeros(SIZE))]), grid, codec_named("bf16"))
+    content = ClusterModel(Replica([("w", torch.zeros(SIZE))]), grid, codec_named("bf16"))
     name = offer("a").push
 
     def rejected(times: int) -> list[int]:
@@ -576,7 +576,7 @@ def test_a_push_is_encoded_though_its_incarnation_ends_meanwhile() -> None:
     joining again.
     """
     grid = Grid((SIZE,), 64)
-    content = OuterContent(Replica([("w", torch.ones(SIZE))]), grid, codec_named("fp32"))
+    content = ClusterModel(Replica([("w", torch.ones(SIZE))]), grid, codec_named("fp32"))
     content.base = Part.of(grid.whole, torch.zeros(grid.elements))
     content.freeze(offer("a").push)
     encode = content.encoder()

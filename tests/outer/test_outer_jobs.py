@@ -25,7 +25,7 @@ from chaos_lightning.events.events import Record
 from chaos_lightning.observe.audit import VIOLATED
 from chaos_lightning.observe.outer.audit import audit_folder
 from chaos_lightning.outer.cluster import push_serving
-from chaos_lightning.outer.cluster.content import OuterContent
+from chaos_lightning.outer.cluster.cluster_model import ClusterModel
 from chaos_lightning.outer.cluster.replica import Replica
 from chaos_lightning.outer.commands import export, follower_main
 from chaos_lightning.outer.commands.recut import recut
@@ -49,9 +49,9 @@ SYNC = OuterSettings(policy="sync", inner_steps=STEPS, batch=16, heartbeat_s=2.0
 
 def keep_pushes(pushes: str) -> None:
     """Makes this process save a copy of each later push in the folder `pushes`."""
-    encoder = OuterContent.encoder
+    encoder = ClusterModel.encoder
 
-    def keeping_encoder(content: OuterContent) -> Callable[[], Part]:
+    def keeping_encoder(content: ClusterModel) -> Callable[[], Part]:
         push, encode = content.pending, encoder(content)
 
         def encode_and_keep() -> Part:
@@ -61,7 +61,7 @@ def keep_pushes(pushes: str) -> None:
 
         return encode_and_keep
 
-    OuterContent.encoder = keeping_encoder
+    ClusterModel.encoder = keeping_encoder
 
 
 def train_locally(server: str, name: str, logs: str, go: str, out: str, rounds: int = ROUNDS) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,7 +184,9 @@ def test_a_rank_of_an_elastic_cluster_that_is_shut_out_says_so_and_ends_nothing(
     secret, refused = keys.of("home", CLUSTER), Facts[str]()
     keys.lasts("home", CLUSTER, OVER_S)
     heard: list[Any] = []
-    attendant = Attendant(options, secret, 60.0, hello=lambda: hello, happened=heard.append, refused=refused.add)
+    rank = SimpleNamespace(was_in=True, job_id="", happened=heard.append, refused=lambda error: refused.add(str(error)))
+    attendant = Attendant(options, secret, 60.0, rank, hello=lambda: hello)
+    attendant.start()
     until(lambda: "does not let it in: the certificate of home" in caplog.text, "a warning")
     assert "it expired on 2" in attendant.trouble
     attendant.close()

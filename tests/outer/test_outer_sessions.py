@@ -110,7 +110,9 @@ def test_training_goes_on_while_pushes_are_hashed(
         home.train()
         monkeypatch.setattr(push_serving, "hold_push", hold)
         life = home.session._life
-        home.session._feed(life, Told(Holders(life.machine.term, (*life.serving.holders, Holder("more", "")))))
+        home.session._feed(
+            life, Told(Holders(life.machine.term, (*home.session._exchange.holders, Holder("more", ""))))
+        )
     until(began.is_set, "the hashing")
     home.session.boundary(0, steps=0)
     assert not waits
@@ -124,7 +126,7 @@ def test_a_push_that_is_freed_while_it_is_hashed_is_not_served(
 ) -> None:
     home = clusters.come_in("home")
     home.train()
-    serving = home.session._life.serving
+    serving = home.session._exchange._serving
     push = max(serving._cuts)
 
     def hold(server: StateServer, *given: Any) -> str:
@@ -133,7 +135,7 @@ def test_a_push_that_is_freed_while_it_is_hashed_is_not_served(
 
     monkeypatch.setattr(push_serving, "hold_push", hold)
     served = len(serving._server._versions)
-    part = home.session._content.pushes[push]
+    part = home.session._model.pushes[push]
     serving.drop(push)
     assert len(serving._server._versions) == served - 1
     serving.serve({push: part})
@@ -145,13 +147,13 @@ def test_the_log_has_all_that_training_waited_for(clusters: Clusters, monkeypatc
     other ranks.
     """
     copies, home = threading.Event(), clusters.come_in("home")
-    session, freeze = home.session, home.session._content.freeze
+    session, freeze = home.session, home.session._model.freeze
 
     def slowly(push: PushId) -> None:
         copies.wait(0.2)
         freeze(push)
 
-    monkeypatch.setattr(session._content, "freeze", slowly)
+    monkeypatch.setattr(session._model, "freeze", slowly)
     founded = len(told_of(clusters, "version_adopted"))
     waited = list[float]()
     group = RanksDouble()

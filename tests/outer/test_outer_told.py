@@ -9,7 +9,7 @@ import pytest
 from leader_rig import Rig
 
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.outer.cluster.cluster_model import ClusterModel
+from chaos_lightning.outer.cluster.cluster_log import OuterLog
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.rules.types import NO_VERSION, IncarnationId, JobProgress, PushAnswer, PushId, VersionId
@@ -66,9 +66,9 @@ class Machine:
 
 
 @pytest.fixture
-def model() -> tuple[ClusterModel, list[str]]:
-    """A cluster's model of which only the console output works, and the list of lines that it prints."""
-    made = ClusterModel.__new__(ClusterModel)
+def log() -> tuple[OuterLog, list[str]]:
+    """A cluster's log of which only the console output works, and the list of lines that it prints."""
+    made = OuterLog.__new__(OuterLog)
     said: list[str] = []
     made.tells = True
     made._away = threading.Event()
@@ -79,8 +79,8 @@ def model() -> tuple[ClusterModel, list[str]]:
     return made, said
 
 
-def test_the_server_away_and_back_is_said_once(model: tuple[ClusterModel, list[str]]) -> None:
-    made, said = model
+def test_the_server_away_and_back_is_said_once(log: tuple[OuterLog, list[str]]) -> None:
+    made, said = log
     welcomed = say.Welcomed(1, ME, 1, NO_VERSION, True, JobProgress(), "job")
     made.heard(welcomed)
     for _ in range(3):

@@ -21,9 +21,9 @@ def ended_without(clusters: Clusters) -> tuple[Cluster, Cluster]:
     away, other = clusters.come_in("away"), clusters.come_in("other")
     away.train()
     other.train()
-    client = away.session._life.client
-    assert client is not None
-    client.close()
+    attendant = away.session._life.attendant
+    assert attendant is not None
+    attendant.close()
     away.step()
     ask_end(clusters.job.server, "enough", b"", 60.0)
     other.session.finish("it is through")

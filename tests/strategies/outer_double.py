@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from chaos_lightning.outer.cluster.session import Boundary
+from chaos_lightning.outer.cluster.cluster_effects import Boundary
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import TICKS, Covered, JobProgress, VersionId
 from chaos_lightning.protocol.spans import count, normalise, subtract, union

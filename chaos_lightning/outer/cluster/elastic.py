@@ -1,7 +1,7 @@
 """Runs a cluster of outer sync that is itself an elastic job: its ranks come, leave and die, and the cluster goes on.
 
 Theory of operation. The ranks hold equal parameters, and so each of them holds the whole cluster: the same
-`ClusterMachine`, base, residual, and the pushes that are open or kept (`OuterContent`). All of it changes at commits of
+`ClusterMachine`, base, residual, and the pushes that are open or kept (`ClusterModel`). All of it changes at commits of
 the inner job only, by what the commit itself says: each rank adds an *answer* to its part of a step, and the header
 hands all of them to all ranks. News for the machines stands in the answer of the *first* rank, the oldest one that
 contributed: it alone talks to the leader (attendant.py). If it dies, the next one goes on as the same incarnation, and
@@ -29,7 +29,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -41,15 +40,16 @@ from chaos_lightning.errors import ChaosError, NoDonorError, StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.fits import Fit
 from chaos_lightning.outer.cluster.attendant import Attendant
+from chaos_lightning.outer.cluster.cluster_effects import Boundary, ClusterEffects
+from chaos_lightning.outer.cluster.cluster_log import OuterLog
 from chaos_lightning.outer.cluster.cluster_model import ClusterModel
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
-from chaos_lightning.outer.cluster.getting import Attempt, Sought, VersionGetter
+from chaos_lightning.outer.cluster.exchange import Attempt, FollowerExchange, Sought, VersionGetter
 from chaos_lightning.outer.cluster.leaving import put_out
-from chaos_lightning.outer.cluster.push_serving import FETCH_S, PushServing
+from chaos_lightning.outer.cluster.push_serving import FETCH_S
 from chaos_lightning.outer.cluster.replica import Replica
-from chaos_lightning.outer.cluster.session import Boundary
 from chaos_lightning.outer.cluster.training_rates import TrainingRates, Waits
-from chaos_lightning.outer.exchange.codec import Part
+from chaos_lightning.outer.exchange.codec import Part, codec_of
 from chaos_lightning.outer.exchange.fetching import fetch, version_name
 from chaos_lightning.outer.rules import cluster as cl
 from chaos_lightning.outer.rules import effects as fx
@@ -162,11 +162,9 @@ class ElasticCluster:
         self.options, self.agreement, self._batches = options, agreement, batches
         self._fit = Fit(options.job, ",".join(options.endpoints))
         self._inner, self._events = inner, events
-        self._model = ClusterModel(
-            replica, agreement, options, events, lambda: self._state.machine if self._state is not None else None
-        )
-        self._model.tells = False
-        self._content = self._model.content
+        self._log = OuterLog(options, events, lambda: self._state.machine if self._state is not None else None)
+        self._log.tells = False
+        self._model = ClusterModel(replica, replica.grid(agreement.block), codec_of(agreement))
         self._settings = OuterSettings.of_words(agreement.settings)
         self._secret = Credentials.load(options.keys_dir, options.token_file)
         self._changed = threading.Condition(threading.RLock())
@@ -180,22 +178,32 @@ class ElasticCluster:
         """News that the first rank's next answer tells the machines."""
         self._sent = 0
         """Number of `_news` that stand in an answer that was given."""
-        self._encoding: tuple[PushId, Future[Part]] | None = None
+        self._encoding: PushId | None = None
+        """Push that this rank encodes, or has encoded."""
         self._encoded: tuple[PushId, Part, str] | None = None
-        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, server=inner.server)
+        self._step = _Step()
+        getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, server=inner.server)
+        self._exchange = FollowerExchange(
+            options,
+            self._secret,
+            self._model,
+            self._log,
+            events.emit,
+            self._changed,
+            lambda: self._log.who() or options.name,
+            getter,
+        )
+        self._effects = ClusterEffects(
+            self._model, self._exchange, self._log, overlap=options.overlap, waited_s=lambda: self._step.waits.take()
+        )
         self._told: tuple[Any, Any] = (None, None)
         """Version and push, here and encoded, that the last answer told."""
         self._me, self._ranks = "", 1
-        self._serving = PushServing(
-            options, self._secret, self._model.grid, lambda: self._model.who() or options.name, events.emit
-        )
-        self._step = _Step()
         self._said = RankSays(), text_of(RankSays, RankSays())
         """Last answer of this rank, and that as text."""
         self._reason = self._failed = ""
         self.leaves = self.held = False
         self._closing = threading.Event()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
 
     # ------------------------------------------------------------------ questions
 
@@ -285,9 +293,9 @@ class ElasticCluster:
         """
         self._me, self._step = me, _Step()
         self._hello = self.machine.hello()
-        self._reach(self._serving.holders)
+        self._exchange.reach(self._exchange.holders)
         self._resume_encoding()
-        self._getter.start()
+        self._exchange.start()
         if first:
             self._attend()
 
@@ -306,11 +314,11 @@ class ElasticCluster:
         """
         self._leave_off()
         self._state = None
-        self._content.forget()
-        for push in list(self._content.pushes):
-            self._free(push)
+        self._model.forget()
+        for push in list(self._model.pushes):
+            self._exchange.free(push)
         self._drop_encoded()
-        self._getter.drop()
+        self._exchange.drop()
         with self._changed:
             self._sent = 0
             self._news.clear()
@@ -318,7 +326,7 @@ class ElasticCluster:
     # ------------------------------------------------------------------ the state that travels
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        content = self._content
+        content = self._model
         named = [("outer.base", content.base.data if content.base is not None else None)]
         named += [("outer.residual", content.residual), ("outer.frozen", content.frozen)]
         named += [(f"outer.push {push}", part.data) for push, part in sorted(content.pushes.items())]
@@ -328,12 +336,12 @@ class ElasticCluster:
     def _facts(self) -> Tensor | None:
         if self._state is None:
             return None
-        content = self._content
-        facts = NewcomerFacts(self._state.facts(), content.pending, content.rejections, self._serving.holders)
+        content = self._model
+        facts = NewcomerFacts(self._state.facts(), content.pending, content.rejections, self._exchange.holders)
         return torch.frombuffer(bytearray(text_of(NewcomerFacts, facts)), dtype=torch.uint8)
 
     def manifest(self) -> dict[str, object]:
-        content, facts = self._content, self._facts()
+        content, facts = self._model, self._facts()
         return {
             "base": content.base is not None,
             "residual": content.residual is not None,
@@ -346,7 +354,7 @@ class ElasticCluster:
         }
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
-        whole, content = self._model.grid.whole, self._content
+        whole, content = self._model.grid.whole, self._model
         content.base = Part.empty(whole, self._model.codec.version) if manifest["base"] else None
         content.residual = torch.zeros(self._model.grid.elements) if manifest["residual"] else None
         content.frozen = torch.zeros(self._model.grid.elements) if manifest["frozen"] else None
@@ -364,8 +372,8 @@ class ElasticCluster:
         facts = read_text(NewcomerFacts, bytes(landing.numpy()))
         self._state = self._make(facts.ranks.nonce)
         self._state.restore(facts.ranks)
-        self._content.pending, self._content.rejections = facts.pending, facts.rejections
-        self._serving.holders = facts.holders
+        self._model.pending, self._model.rejections = facts.pending, facts.rejections
+        self._exchange.holders = facts.holders
 
     # ------------------------------------------------------------------ commits
 
@@ -377,17 +385,17 @@ class ElasticCluster:
         """Returns the message that this rank contributes to the coming commit."""
         with self._changed:
             events = tuple(self._news) if self._first else ()
-            self._sent, self._told = len(events), (self._getter.here, self._encoded)
+            self._sent, self._told = len(events), (self._exchange.here, self._encoded)
             said = self._answer(events)
             if said != self._said[0]:
                 self._said = said, text_of(RankSays, said)
             return self._said[1]
 
     def _answer(self, events: tuple[RankNews, ...]) -> RankSays:
-        fetched, encoded = self._getter.here, self._encoded
+        fetched, encoded = self._exchange.here, self._encoded
         return RankSays(
             fetched[0] if fetched is not None else NO_VERSION,
-            (encoded[0], encoded[2]) if encoded is not None and self._serving.holders else None,
+            (encoded[0], encoded[2]) if encoded is not None and self._exchange.holders else None,
             self._step.samples,
             self._step.rounded if self._first else (0.0, 0.0),
             self._reason,
@@ -406,7 +414,7 @@ class ElasticCluster:
         self._step.waits.kept_at = 0.0 if self.dry else time.monotonic()
         with self._changed:
             if self._first:
-                soon = self._getter.here is not None or self._encoded is not None
+                soon = self._exchange.here is not None or self._encoded is not None
                 self._changed.wait_for(lambda: self._has_news or self._closing.is_set(), SOON_S if soon else POLL_S)
         return self.answer()
 
@@ -414,7 +422,7 @@ class ElasticCluster:
     def _has_news(self) -> bool:
         """Whether this rank has news that its last answer did not contain."""
         told = self._told
-        return bool(self._news or self._failed) or self._getter.here is not told[0] or self._encoded is not told[1]
+        return bool(self._news or self._failed) or self._exchange.here is not told[0] or self._encoded is not told[1]
 
     def alone(self) -> Boundary:
         """Commits, without a step, for this rank alone, since the other ranks are gone."""
@@ -454,7 +462,7 @@ class ElasticCluster:
         if steps:
             samples = sum(each.samples for each in said)
             if self._first:
-                self._model.trained(steps, samples, loss if self._step.samples else None)
+                self._log.trained(steps, samples, loss if self._step.samples else None)
             self._step.rates.take(samples, steps, began - self._step.since)
             self._step.samples = 0
         for effect in state.commit(ranks, said, steps, spent):
@@ -479,7 +487,7 @@ class ElasticCluster:
         """
         if len(ranks) != self._ranks:
             self._ranks = len(ranks)
-            self._serving.share(self._ranks)
+            self._exchange.share(self._ranks)
         with self._changed:
             if ranks[0] == self._me and self._first:
                 for _ in range(self._sent):
@@ -489,36 +497,25 @@ class ElasticCluster:
             self._attend()
 
     def _carry_out(self, effect: RanksEffect, found: Boundary) -> Boundary:
+        part: Part | None = None
         match effect:
             case fx.Told(message):
-                self._model.heard(message)
+                self._log.heard(message)
+                return found
             case Sealed(push, manifest):
                 self._seal(push, manifest)
-            case cl.Freeze(push, _):
-                self._model.tell_steps()
-                self._content.freeze(push)
-                self._resume_encoding()
-            case cl.Settle(push, answer):
-                self._content.settle(push, answer)
-            case cl.Adopt(version, outright):
-                part, self.state.having = self._getter.take(version), ()
-                reset = self._model.adopt(version, part, outright=outright, waited_s=self._step.waits.take)
-                return Boundary(version, found.outright or outright, found.reset_optimizer or reset)
-            case cl.Free(push):
-                self._free(push)
-            case cl.ReachHolders(holders):
-                self._reach(holders)
+                return found
+            case cl.Adopt(version) | cl.TakeLast(version):
+                part, self.state.having = self._exchange.take(version), ()
             case cl.FetchVersion(version):
-                self._getter.drop(version)
+                self._exchange.drop(version)
                 self.state.having = ()
-            case cl.TakeLast(version, steps, samples):
-                self._model.take_last(version, self._getter.take(version), steps, samples)
-                return Boundary(version, True, found.reset_optimizer)
+        found = self._effects.carry_out(effect, self.machine, part, found)
+        match effect:
+            case cl.Freeze():
+                self._resume_encoding()
             case cl.Over() as over:
                 self._end_of_life(over)
-                return Boundary(found.adopted, True, found.reset_optimizer)
-            case fx.OuterNote(name, fields):
-                self._model.tell(name, **dict(fields))
         return found
 
     # ------------------------------------------------------------------ pushes
@@ -528,66 +525,48 @@ class ElasticCluster:
         it.
         """
         push = self.machine.freezing
-        if push is None or self._closing.is_set() or (self._encoding is not None and self._encoding[0] == push):
+        if push is None or self._closing.is_set() or self._encoding == push:
             return  # the last commit of a rank that leaves is told after its farewell
-        began = time.monotonic()
-        future = self._worker.submit(self._content.encoder())
-        self._encoding = (push, future)
-        covered, base = self.machine.covering, self.machine.base
-        steps, samples = covered.steps, covered.samples
+        self._encoding = push
 
-        def done(encoded: Future[Part]) -> None:
-            if encoded.cancelled() or self._closing.is_set():
-                return
-            if (error := encoded.exception()) is not None:
-                _log.error("push %s could not be encoded", push, exc_info=error)
-                with self._changed:
-                    words = str(error) if isinstance(error, ChaosError) else repr(error)
-                    self._failed = f"rank {self._me} could not encode push {push}: {words}"
-                    self._changed.notify_all()
-                return
-            part = encoded.result()
-            manifest = part.hash
-            self._model.tell(
-                "push_frozen", push=str(push), base=str(base), steps=steps, samples=samples,
-                nbytes=part.data.numel(), seconds=round(time.monotonic() - began, 6), manifest=manifest,
-            )  # fmt: skip
-            # Here, not in the training thread, for it is hashed. Nobody asks for it before it is offered, which is
-            # when the next commit is known.
-            self._serving.serve({push: part})
+        def wanted() -> bool:
+            return self._encoding == push and not self._closing.is_set()
+
+        def done(part: Part, manifest: str) -> bool:
+            # It is served already. Nobody asks for it before it is offered, which is when the next commit is known.
             with self._changed:
-                if self._encoding is not None and self._encoding[1] is encoded:
-                    self._encoded = (push, part, manifest)
-                    self._changed.notify_all()
-                elif push not in self._content.pushes:
-                    self._serving.drop(push)
+                if not wanted():
+                    return push in self._model.pushes
+                self._encoded = (push, part, manifest)
+                self._changed.notify_all()
+                return True
 
-        future.add_done_callback(done)
+        def failed(error: Exception) -> None:
+            _log.error("push %s could not be encoded", push, exc_info=error)
+            with self._changed:
+                words = str(error) if isinstance(error, ChaosError) else repr(error)
+                self._failed = f"rank {self._me} could not encode push {push}: {words}"
+                self._changed.notify_all()
+
+        machine = self.machine
+        self._exchange.encode(push, machine.base, machine.covering, wanted=wanted, done=done, failed=failed)
 
     def _seal(self, push: PushId, manifest: str) -> None:
         assert self._encoded is not None
         _, part, own = self._encoded
         if own != manifest:
             raise StateError(f"push {push} is {own} at rank {self._me}, and {manifest} at the first one")
-        self._encoding = self._encoded = None
-        self._content.pushes[push] = part
-        self._serving.serve(self._content.pushes)  # else there was nobody yet who could ask
+        with self._changed:
+            self._encoding = self._encoded = None
+            self._model.pushes[push] = part
+        self._exchange.serve()  # else there was nobody yet who could ask
 
     def _drop_encoded(self) -> None:
         """Drops a push that this rank has encoded but that no commit has confirmed as encoded by all."""
         with self._changed:
             encoded, self._encoding, self._encoded = self._encoded, None, None
         if encoded is not None:
-            self._serving.drop(encoded[0])
-
-    def _free(self, push: PushId) -> None:
-        self._content.pushes.pop(push, None)
-        self._serving.drop(push)
-
-    def _reach(self, holders: tuple[Holder, ...]) -> None:
-        with self._changed:
-            self._serving.reach(holders)
-        self._serving.serve(self._content.pushes)
+            self._exchange.free(encoded[0])
 
     # ------------------------------------------------------------------ versions
 
@@ -603,8 +582,8 @@ class ElasticCluster:
 
         if others:
             return Sought(wanted, state.machine, lambda attempt: self._copy(wanted, attempt, others))
-        get = partial(self._model.get, wanted, serving=self._serving)
-        return Sought(wanted, state.machine, get) if self._first and self._serving.holders else None
+        get = partial(self._exchange.fetch, wanted)
+        return Sought(wanted, state.machine, get) if self._first and self._exchange.holders else None
 
     def _missed(self, version: VersionId) -> None:
         """Queues, at the first rank, the news that a version is not served any more, unless that news is queued
@@ -632,28 +611,43 @@ class ElasticCluster:
     def _attend(self) -> None:
         """Makes this rank the first one: from then on it talks to the leader."""
         with self._changed:
-            self._first = self._model.tells = True
+            self._first = self._log.tells = True
             self._news.clear()
-
-        def happened(event: RankNews) -> None:
-            if isinstance(event, fx.Disconnected):
-                self._model.away("its stream has ended")
-            with self._changed:
-                self._news.append(event)
-                self._changed.notify_all()
-
-        def refused(reason: str) -> None:
-            with self._changed:
-                self._failed = reason
-                self._changed.notify_all()
-
-        def hello() -> ClusterHello:
-            assert self._hello is not None
-            return self._hello
+            self._changed.notify_all()
 
         self._attendant = Attendant(
-            self.options, self._secret, self._settings.heartbeat_s, hello=hello, happened=happened, refused=refused
+            self.options, self._secret, self._settings.heartbeat_s, self, hello=self._present_hello
         )
+        self._attendant.start()
+
+    def _present_hello(self) -> ClusterHello:
+        assert self._hello is not None
+        return self._hello
+
+    def happened(self, event: RankNews) -> None:
+        """Queues news for the machines. Any thread."""
+        if isinstance(event, fx.Disconnected):
+            self._log.away("its stream has ended")
+        with self._changed:
+            self._news.append(event)
+            self._changed.notify_all()
+
+    def refused(self, error: ChaosError) -> None:
+        """Notes why the server will not let this cluster in, or cannot be had. Any thread."""
+        with self._changed:
+            self._failed = str(error)
+            self._changed.notify_all()
+
+    @property
+    def was_in(self) -> bool:
+        """Whether the cluster has taken part in the job, in its present incarnation or in one that was dismissed."""
+        hello = self._present_hello()
+        return hello.resume is not None or hello.newest != NO_VERSION
+
+    @property
+    def job_id(self) -> str:
+        """Hash that names the job; "" until the leader has let this cluster in."""
+        return self._present_hello().job_id
 
     # ------------------------------------------------------------------ what is judged
 
@@ -678,14 +672,13 @@ class ElasticCluster:
         self.leaves = True
 
     def _end_of_life(self, over: cl.Over) -> None:
-        self._model.end(over)
         if over.failed and self.machine.was_in:
             raise put_out(self.options.name, over.reason, was_in=True)
         if not over.again:
             return
-        for push in set(self._content.pushes) - set(self.machine.kept):
-            self._free(push)
-        self._getter.drop()
+        for push in set(self._model.pushes) - set(self.machine.kept):
+            self._exchange.free(push)
+        self._exchange.drop()
         self.state.having = ()
         self._drop_encoded()
         self._hello = self.machine.anew().hello()
@@ -695,7 +688,7 @@ class ElasticCluster:
 
     def _leave_off(self) -> None:
         attendant, self._attendant = self._attendant, None
-        self._first = self._model.tells = False
+        self._first = self._log.tells = False
         if attendant is not None:
             attendant.close()
 
@@ -708,10 +701,8 @@ class ElasticCluster:
         with self._changed:
             self._changed.notify_all()
         self._leave_off()
-        self._serving.close()
-        self._worker.shutdown(wait=True, cancel_futures=True)
-        self._getter.close()
-        self._model.console.close()
+        self._exchange.close()
+        self._log.console.close()
         self._events.close()
 
 

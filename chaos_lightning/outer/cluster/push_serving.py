@@ -50,13 +50,14 @@ class PushServing:
 
     Attributes:
         holders: Followers that hold the shards, in shard order.
+        me: Returns the incarnation's name, as given.
     """
 
     def __init__(
         self, options: ClusterOptions, secret: Secret, grid: Grid, me: Callable[[], str], note: Callable[..., None]
     ) -> None:
         self.holders: tuple[Holder, ...] = ()
-        self._grid, self._me = grid, me
+        self._grid, self.me = grid, me
         self._lock = threading.Lock()
         self._cuts: dict[PushId, tuple[Shard, ...]] = {}
         """Shards by whose boundaries each served push is cut."""

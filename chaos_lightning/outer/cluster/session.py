@@ -7,8 +7,8 @@ and connections. The loop's thread alone touches the model: what the machine ask
 goes on meanwhile: the control stream, heartbeats, one that encodes pushes, one that fetches versions, and those that
 serve pushes.
 
-What freezing, settling and adopting do to base, residual and parameters is `OuterContent`'s (content.py); where pushes
-are asked for is `PushServing`'s.
+What each effect does to the model, its pushes and its log is `ClusterEffects`' (cluster_effects.py), as in a cluster of
+several ranks; what travels to and from followers is `FollowerExchange`'s (exchange.py).
 
 *Positions* of shared data are claimed before they are trained. What was claimed is nobody else's here, and after an
 outright adoption nothing is claimed any more: the loop must drop what it has not trained (`Boundary.outright`).
@@ -25,21 +25,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from math import isfinite
-from typing import Any
-
-from torch import Tensor
-from torch.optim import Optimizer
 
 from chaos_lightning.errors import (
     ChaosError,
     DeadlineError,
     DepartedError,
-    RefusedError,
     StateError,
 )
 from chaos_lightning.events.events import EventLog
@@ -48,20 +40,21 @@ from chaos_lightning.machine.notice_watch import NoticeWatch
 from chaos_lightning.machine.notices import NoticePlan
 from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.membership.peers import FIT
+from chaos_lightning.outer.cluster.attendant import Attendant
+from chaos_lightning.outer.cluster.cluster_effects import Boundary, ClusterEffects
+from chaos_lightning.outer.cluster.cluster_log import OuterLog
 from chaos_lightning.outer.cluster.cluster_model import ClusterModel
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
-from chaos_lightning.outer.cluster.getting import Sought, VersionGetter
-from chaos_lightning.outer.cluster.leaving import Patience, put_out, tell_refusal
-from chaos_lightning.outer.cluster.push_serving import PushServing
+from chaos_lightning.outer.cluster.exchange import FollowerExchange, Sought, VersionGetter
+from chaos_lightning.outer.cluster.leaving import Patience, put_out
 from chaos_lightning.outer.cluster.replica import Replica
 from chaos_lightning.outer.cluster.server_start import host_for_cluster
 from chaos_lightning.outer.cluster.training_rates import TrainingRates, Waits
-from chaos_lightning.outer.exchange.codec import Part, codec_named
-from chaos_lightning.outer.exchange.control_client import control_client
+from chaos_lightning.outer.exchange.codec import Part, codec_named, codec_of
 from chaos_lightning.outer.rules import cluster as cl
 from chaos_lightning.outer.rules import effects as fx
 from chaos_lightning.outer.rules.cluster import ClusterMachine, Phase
-from chaos_lightning.outer.rules.messages import Holder
+from chaos_lightning.outer.rules.ranks_machine import RankNews
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import (
     NO_VERSION,
@@ -77,7 +70,6 @@ from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.protocol.spans import count, first_positions, normalise, subtract
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.security.credentials import Credentials
-from chaos_lightning.service.client import ServiceClient
 from chaos_lightning.service.options import forget_logs
 
 _log = logging.getLogger("chaos_lightning")
@@ -85,40 +77,34 @@ _log = logging.getLogger("chaos_lightning")
 _LOOK_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """Outcome of a boundary, which is the moment between two inner steps.
-
-    Attributes:
-        adopted: Version that was taken over; None: none was.
-        outright: Whether the version's parameters replace the model's: all that was prepared or accumulated must be
-            dropped.
-        reset_optimizer: Whether the inner optimizer's state is to be dropped, too.
-        over: Reason for which this cluster's part is over; "" while it goes on.
-        waited_s: Seconds for which the loop was kept waiting.
-    """
-
-    adopted: VersionId | None = None
-    outright: bool = False
-    reset_optimizer: bool = False
-    over: str = ""
-    waited_s: float = 0.0
-
-
 class _Life:
-    """One incarnation of a cluster: its state machine, its stream to the leader, and the server of its pushes."""
+    """One incarnation of a cluster: its state machine and its stream to the leader."""
 
-    def __init__(self, machine: ClusterMachine, serving: PushServing) -> None:
-        self.machine, self.serving = machine, serving
-        self.client: ServiceClient | None = None
+    def __init__(self, session: OuterSession, machine: ClusterMachine) -> None:
+        self.machine = machine
+        self.attendant: Attendant | None = None
         self.over = False
+        self._session = session
 
-    def close(self) -> None:
-        """Ends the incarnation's stream and connections."""
-        self.over = True
-        if self.client is not None:
-            self.client.close()
-        self.serving.close()
+    def name(self) -> str:
+        """Returns the name of the incarnation; the cluster's while it has none."""
+        return str(self.machine.incarnation or self.machine.name)
+
+    def happened(self, event: RankNews) -> None:
+        """Takes news for the machine."""
+        self._session.happened(self, event)
+
+    def refused(self, error: ChaosError) -> None:
+        """Takes why the server will not let this cluster in, before it was in."""
+        self._session.fail(error)
+
+    @property
+    def was_in(self) -> bool:
+        return self.machine.was_in
+
+    @property
+    def job_id(self) -> str:
+        return self.machine.job_id
 
 
 class OuterSession:
@@ -156,23 +142,16 @@ class OuterSession:
             _log.warning("notice=%s: sigterm is not honoured: clusters leave at SIGTERM at once", options.notice)
         self._secret = Credentials.load(options.keys_dir, options.token_file)
         self._settings = OuterSettings.of_words(agreement.settings)
-        self._model = ClusterModel(replica, agreement, options, self._events, lambda: self._life.machine)
-        self._content = self._model.content
         self._changed = threading.Condition(threading.RLock())
         self._todo: deque[tuple[cl.ClusterEffect, Part | None]] = deque()
         """Effects for the loop's thread, each with the version that it adopts."""
-        self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, self._landed)
         self._claimed: dict[int, tuple[Span, ...]] = {}
         self._rates = TrainingRates()
         self._error: ChaosError | None = None
         """Error for which this cluster cannot go on."""
         self._rested_at = 0.0
         self._waits = Waits()
-        self._trouble = ""
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
         self._closing = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="chaos-outer-beat", daemon=True)
-        self._old: list[_Life] = []
         here = ProcessPlace(host_identity(), os.getpid(), start_time(os.getpid()))
         place = f"{options.name} (pid {here.pid})"
         machine = ClusterMachine(
@@ -180,14 +159,16 @@ class OuterSession:
             ahead_steps=options.ahead_steps,
         )  # fmt: skip
         machine.batches = batches
-        self._life = self._live(machine)
-
-    def _live(self, machine: ClusterMachine) -> _Life:
-        me = machine  # its name is known once it is welcomed
-        serving = PushServing(
-            self.options, self._secret, self._model.grid, lambda: str(me.incarnation or me.name), self._events.emit
+        self._life = _Life(self, machine)
+        self._log = OuterLog(options, self._events, lambda: self._life.machine)
+        self._model = ClusterModel(replica, replica.grid(agreement.block), codec_of(agreement))
+        getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, self._landed)
+        self._exchange = FollowerExchange(
+            options, self._secret, self._model, self._log, self._events.emit, self._changed, self._life.name, getter
         )
-        return _Life(machine, serving)
+        self._effects = ClusterEffects(
+            self._model, self._exchange, self._log, overlap=options.overlap, waited_s=self._waits.take
+        )
 
     # ------------------------------------------------------------------ what others may ask
 
@@ -271,8 +252,7 @@ class OuterSession:
         host_for_cluster(self.options)
         self._notices.start()
         self._begin(self._life)
-        self._beats.start()
-        self._getter.start()
+        self._exchange.start()
         self._rest(self._is_in, timeout_s)
         self._go_on()
         return self.progress
@@ -296,7 +276,7 @@ class OuterSession:
         """
         began = self._waits.kept_at = time.monotonic()
         self._measure(samples, steps, began)
-        self._model.trained(steps, samples, loss)
+        self._log.trained(steps, samples, loss)
         with self._changed:
             for each in covers:
                 self._unclaim(each)
@@ -400,14 +380,9 @@ class OuterSession:
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
-        self._life.close()
-        for life in self._old:
-            life.close()
-        self._worker.shutdown(wait=True, cancel_futures=True)
-        self._getter.close()
-        if self._beats.is_alive():
-            self._beats.join(5.0)
-        self._model.console.close()
+        self._end(self._life)
+        self._exchange.close()
+        self._log.console.close()
         self._events.close()
 
     # ------------------------------------------------------------------ standing still
@@ -443,8 +418,9 @@ class OuterSession:
 
     def waits_for(self) -> str:
         """Returns in words the event for which this cluster waits before it trains on or may leave."""
-        if self._trouble:
-            return f"the parameter server at {','.join(self.options.endpoints)}: {self._trouble}"
+        attendant = self._life.attendant
+        if attendant is not None and attendant.trouble:
+            return f"the parameter server at {','.join(self.options.endpoints)}: {attendant.trouble}"
         return self._life.machine.waits_for
 
     def _carry_out(self, found: Boundary) -> Boundary:
@@ -459,141 +435,83 @@ class OuterSession:
                         self.progress = self._life.machine.job
                     return found
                 effect, part = self._todo.popleft()
+            life = self._life
+            found = self._effects.carry_out(effect, life.machine, part, found)
             match effect:
                 case cl.Freeze(push, base):
-                    self._freeze(push, base)
-                case cl.Settle(push, answer):
-                    self._content.settle(push, answer)
-                case cl.Adopt(version, outright):
-                    reset = self._adopt(version, part, outright)
-                    found = Boundary(version, found.outright or outright, found.reset_optimizer or reset)
-                case cl.Free(push):
-                    self._free_push(push)
-                case cl.TakeLast(version, steps, samples):
-                    self._take_last(version, part, steps, samples)
-                    found = Boundary(version, True, found.reset_optimizer)
+                    self._encode(life, push, base)
+                case cl.Adopt(outright=True) | cl.TakeLast():
+                    self._take_over(claimed=True)
+                case cl.Adopt():
+                    self._take_over()
                 case cl.Over() as over:
                     self._end_of_life(over)
-                    found = Boundary(found.adopted, True, found.reset_optimizer)
 
-    def _freeze(self, push: PushId, base: VersionId) -> None:
-        self._model.tell_steps()
-        began, covered = time.monotonic(), self._life.machine.covering
-        self._content.freeze(push)
-        self._worker.submit(self._encode, self._life, push, base, covered, self._content.encoder(), began)
-
-    def _encode(
-        self,
-        life: _Life,
-        push: PushId,
-        base: VersionId,
-        covered: cl.Unpushed,
-        encode: Callable[[], Part],
-        began: float,
-    ) -> None:
-        """Encodes a push and then serves it; called in the encoding thread."""
-        try:
-            part = encode()
-            manifest = part.hash
+    def _encode(self, life: _Life, push: PushId, base: VersionId) -> None:
+        def done(part: Part, manifest: str) -> bool:
             with self._changed:
                 if life.over:
-                    return
-                self._content.pushes[push] = part
-            self._serve(life, {push: part})
-        except Exception as error:
-            if not life.over:  # else its content is gone
-                odd = StateError(f"push {push} could not be encoded: {error!r}")
-                self._fail(error if isinstance(error, ChaosError) else odd)
-            return
-        self._events.emit(
-            "push_frozen",
-            push=str(push),
-            base=str(base),
-            steps=covered.steps,
-            samples=covered.samples,
-            nbytes=part.data.numel(),
-            seconds=round(time.monotonic() - began, 6),
-            manifest=manifest,
-        )
-        self._feed(life, cl.Frozen(push, manifest))
+                    return False
+                self._model.pushes[push] = part
+            self._feed(life, cl.Frozen(push, manifest))
+            return push in self._model.pushes
 
-    def _adopt(self, version: VersionId, part: Part | None, outright: bool) -> bool:
-        reset = self._model.adopt(version, part, outright=outright, waited_s=self._waits.take)
+        def failed(error: Exception) -> None:
+            odd = StateError(f"push {push} could not be encoded: {error!r}")
+            self.fail(error if isinstance(error, ChaosError) else odd)
+
+        covered = life.machine.covering
+        self._exchange.encode(push, base, covered, wanted=lambda: not life.over, done=done, failed=failed)
+
+    def _take_over(self, *, claimed: bool = False) -> None:
+        """Notes the job's progress with a version that was taken over; `claimed`: what was claimed is void."""
         with self._changed:
             self.progress = self._life.machine.job
-            if outright:
+            if claimed:
                 self._claimed.clear()
-        return reset
-
-    def _take_last(self, version: VersionId, part: Part | None, steps: int, samples: int) -> None:
-        self._model.take_last(version, part, steps, samples)
-        with self._changed:
-            self.progress = self._life.machine.job
-            self._claimed.clear()
 
     def _end_of_life(self, over: cl.Over) -> None:
         old = self._life
         if not over.again:
-            self._model.end(over)
             self.over = over.reason
             if over.failed:
                 raise put_out(self.options.name, over.reason, was_in=old.machine.was_in)
             return
         with self._changed:
-            old.over = True
-            self._model.end(over)
-            self._old.append(old)
-            self._life = self._live(old.machine.anew())
+            self._life = _Life(self, old.machine.anew())
             self._todo.clear()
             self._claimed.clear()
-            self._getter.drop()
-            for push in set(self._content.pushes) - set(self._life.machine.kept):
-                self._free_push(push)
-            self._let_go()
-        if old.client is not None:
-            old.client.close()
+            self._exchange.drop()
+            for push in set(self._model.pushes) - set(self._life.machine.kept):
+                self._exchange.free(push)
+            self._exchange.anew(self._life.name)
+        self._end(old)
         self._begin(self._life)
+
+    @staticmethod
+    def _end(life: _Life) -> None:
+        """Ends an incarnation's stream; what it serves is served on."""
+        life.over = True
+        if life.attendant is not None:
+            life.attendant.close()
 
     # ------------------------------------------------------------------ any thread
 
     def _begin(self, life: _Life) -> None:
-        """Connects an incarnation to the leader, with callbacks that pass messages to its machine."""
+        """Connects an incarnation to the leader."""
+        life.attendant = Attendant(self.options, self._secret, self._settings.heartbeat_s, life, hosts=False)
+        life.attendant.start()
 
-        def hear(message: Any) -> None:
-            self._model.heard(message)
-            self._feed(life, fx.Told(message))
+    def happened(self, life: _Life, event: RankNews) -> None:
+        """Takes news for the machine of an incarnation."""
+        match event:
+            case fx.Told(message):
+                self._log.heard(message)
+            case fx.Disconnected() if life.attendant is not None:
+                self._log.away(life.attendant.trouble)
+        self._feed(life, event)
 
-        def connected() -> None:
-            self._trouble = ""
-            self._feed(life, fx.Connected())
-
-        def lost(reason: str) -> None:
-            self._trouble = reason
-            self._model.away(reason)
-            self._feed(life, fx.Disconnected())
-
-        def trouble(error: ChaosError) -> None:
-            self._trouble = str(error)
-            if isinstance(error, RefusedError) and not life.machine.was_in:
-                self._fail(error)
-            elif isinstance(error, RefusedError):
-                tell_refusal(self.options.name, error)
-
-        life.client = control_client(
-            self.options.endpoints,
-            self._secret,
-            call="Attend",
-            on_connected=connected,
-            on_message=hear,
-            on_disconnected=lost,
-            on_trouble=trouble,
-            revive=lambda: host_for_cluster(
-                self.options, again=True, job_id=life.machine.job_id, given_up=self._closing.is_set
-            ),
-        )
-        life.client.start()
-
-    def _fail(self, error: ChaosError) -> None:
+    def fail(self, error: ChaosError) -> None:
         """Makes the loop's thread raise this error at its next boundary or wait."""
         with self._changed:
             self._error = self._error or error
@@ -606,7 +524,7 @@ class OuterSession:
             try:
                 effects = life.machine.on(event, resting=resting)
             except ValueError as error:
-                self._fail(StateError(f"what cluster {self.options.name} was told contradicts what it holds: {error}"))
+                self.fail(StateError(f"what cluster {self.options.name} was told contradicts what it holds: {error}"))
                 return
             for effect in effects:
                 self._apply(life, effect)
@@ -615,50 +533,14 @@ class OuterSession:
     def _apply(self, life: _Life, effect: cl.ClusterEffect) -> None:
         match effect:
             case fx.Say(message):
-                if life.client is not None:
-                    life.client.say(message)
-            case cl.FetchVersion():
-                pass  # the machine's `fetching` says so
-            case cl.ReachHolders(holders):
-                self._reach(holders)
-            case fx.OuterNote(name, fields):
-                self._events.emit(name, **dict(fields))
+                if life.attendant is not None:
+                    life.attendant.say(message)
+            case cl.FetchVersion() | cl.ReachHolders() | fx.OuterNote():
+                self._effects.carry_out(effect, life.machine, None, Boundary())
             case cl.Adopt(version) | cl.TakeLast(version):
-                self._todo.append((effect, self._getter.take(version)))
+                self._todo.append((effect, self._exchange.take(version)))
             case _:
                 self._todo.append((effect, None))
-
-    def _reach(self, holders: tuple[Holder, ...]) -> None:
-        for life in (self._life, *self._old) if not self._closing.is_set() else ():
-            life.serving.reach(holders)
-            mine = life.machine.incarnation
-            kept = {p: part for p, part in self._content.pushes.items() if p.incarnation == mine}
-            self._worker.submit(self._serve, life, kept)
-
-    def _serve(self, life: _Life, pushes: Mapping[PushId, Part]) -> None:
-        """Serves pushes; called in the encoding thread and without the lock that `boundary` takes, since it hashes all
-        of them.
-        """
-        life.serving.serve(pushes)
-        with self._changed:
-            for push in pushes.keys() - self._content.pushes.keys():  # freed meanwhile
-                life.serving.drop(push)
-
-    def _free_push(self, push: PushId) -> None:
-        with self._changed:
-            self._content.pushes.pop(push, None)
-            for life in (self._life, *self._old):
-                life.serving.drop(push)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Closes earlier incarnations once nobody needs their pushes any more."""
-        with self._changed:
-            needed = {p.incarnation for p in self._content.pushes}
-            done = [life for life in self._old if life.machine.incarnation not in needed]
-            self._old = [life for life in self._old if life not in done]
-        for life in done:
-            threading.Thread(target=life.close, name="chaos-outer-close", daemon=True).start()
 
     # ------------------------------------------------------------------ positions and rates
 
@@ -685,45 +567,16 @@ class OuterSession:
 
     # ------------------------------------------------------------------ threads
 
-    def _beat(self) -> None:
-        while not self._closing.wait(self._settings.heartbeat_s):
-            self._feed(self._life, fx.TimePassed())
-
     def _sought(self) -> Sought | None:
-        life = self._life
-        wanted = life.machine.fetching
-
-        get = partial(self._model.get, wanted, serving=life.serving)
-        return Sought(wanted, life, get) if wanted != NO_VERSION and life.serving.holders else None
+        wanted = self._life.machine.fetching
+        get = partial(self._exchange.fetch, wanted)
+        return Sought(wanted, self._life, get) if wanted != NO_VERSION and self._exchange.holders else None
 
     def _missed(self, version: VersionId) -> None:
         self._feed(self._life, cl.Missed(version))
 
     def _landed(self, version: VersionId) -> None:
         self._feed(self._life, cl.Got(version))
-
-
-def renew(optimizers: Iterable[Optimizer], boundary: Boundary) -> None:
-    """Clears the state of inner optimizers if the boundary asks for it, or if that state has NaN or infinite values
-    after a version was adopted outright (O10).
-
-    A rejection gives the parameters back, and not the optimizer's state. One that is not finite stays so for ever.
-    """
-    for optimizer in optimizers if boundary.outright else ():
-        if boundary.reset_optimizer or not _finite(optimizer.state):
-            optimizer.state.clear()
-
-
-def _finite(state: Any) -> bool:
-    if isinstance(state, Tensor):
-        return not state.is_floating_point() or bool(state.isfinite().all())
-    if isinstance(state, Mapping):
-        return all(map(_finite, state.values()))
-    return (
-        all(map(_finite, state))
-        if isinstance(state, (list, tuple))
-        else not isinstance(state, float) or isfinite(state)
-    )
 
 
 def agreement_of(
@@ -762,4 +615,4 @@ def agreement_of(
     )
 
 
-__all__ = ["Boundary", "OuterSession", "agreement_of", "renew"]
+__all__ = ["OuterSession", "agreement_of"]

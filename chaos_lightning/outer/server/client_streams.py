@@ -89,6 +89,8 @@ class ClientStreams:
         """Process of each client that has said hello, by number of its stream."""
         self._ending: set[asyncio.Task[None]] = set()
         self._keys = keys
+        self._ended = ""
+        """Reason for which nobody leads here any more."""
 
     def count(self, call: str) -> int:
         """Returns the number of open streams of clusters ("Attend") or followers ("Follow")."""
@@ -105,7 +107,10 @@ class ClientStreams:
                 self._streams.send(to, what)
 
     def end_all(self, reason: str) -> None:
-        """Ends all streams after their queued messages, and tells the clients why nobody leads here any more."""
+        """Ends all streams after their queued messages, later ones too, and tells the clients why nobody leads here any
+        more.
+        """
+        self._ended = reason
         self._streams.end_all(ENDED, reason)
 
     def hang_up(self, conn: int, reason: str) -> None:
@@ -121,6 +126,8 @@ class ClientStreams:
     def opened(self, stream: Stream) -> None:
         """Says that this one leads."""
         self._streams.send(stream.number, _PULSE)
+        if self._ended:
+            self._streams.end(stream.number, ENDED, self._ended)
 
     def heard(self, stream: Stream, message: Any) -> None:
         """Learns from a stream's first message who speaks, and passes on what that one says.
