@@ -528,6 +528,15 @@ def test_a_standby_sends_all_to_the_leader_and_a_deposed_leader_ends() -> None:
         assert waits.wait_ended() == ("it leads no more: its lease has ended", True)
 
 
+def test_who_comes_to_a_leader_that_leads_no_more_is_told_so() -> None:
+    """Former bug: a stream that was opened after a leader was deposed, and before its process ended, stayed open."""
+    with outer_serving() as served:
+        served.loop.call_soon_threadsafe(served.server._streams.end_all, "another one rules")
+        follower = ScriptedFollower(served.endpoint)
+        with at_once(follower):
+            follower.states.wait(lambda state: "leads no more: another one rules" in state)
+
+
 def test_a_leader_whose_store_another_one_took_ends() -> None:
     shelf = Shelf()
     with outer_serving(lambda: MemoryStore(shelf=shelf)) as late:
