@@ -214,10 +214,10 @@ class Agent:
                     talk.say(self._heartbeat())
                 # Late beats are not made up for; the next one counts from now if this thread was held up.
                 here.beat_at = max(here.beat_at + here.interval_s, time.monotonic())
-            elif not here.answered:
-                return SilentError(f"{talk.endpoint} did not answer within {here.answer_s:g} s")
-            else:
+            elif here.answered:
                 here.beat_at = now + here.interval_s
+            elif idle:  # else its answer may lie in the inbox
+                return SilentError(f"{talk.endpoint} did not answer within {here.answer_s:g} s")
         self.due = min(here.beat_at, here.heard_at + here.patience_s)
         return None
 
@@ -263,11 +263,12 @@ class Agent:
             self._on_state(state)
         self._told = state
 
-    def failed(self, error: Exception) -> None:
-        """Reports why no scheduler could be started again, or an error of ours, which ends the thread."""
-        if not isinstance(error, ChaosError):
-            self._on_state(f"failed: internal error of the control stream: {error!r}")
-            return
+    def broke(self, error: Exception) -> None:
+        """Reports an error of ours, which ends the thread."""
+        self._on_state(f"failed: internal error of the control stream: {error!r}")
+
+    def not_revived(self, error: ChaosError) -> None:
+        """Reports why no scheduler could be started again."""
         if isinstance(error, RefusedError):  # the job has ended: a newcomer has nothing to wait for
             self._refused = str(error)
         if str(error) != self._revive_error:

@@ -132,4 +132,4 @@ class ChainWriter:
 
     async def close(self) -> None:
         """Waits for an unfinished write, and closes the chain."""
-        await self._writer.close(self._chain.close if self._chain is not None else lambda: None)
+        await self._writer.close(lambda: self._chain.close() if self._chain is not None else None)

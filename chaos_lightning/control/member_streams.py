@@ -110,7 +110,7 @@ class MemberStreams:
         Returns:
             Seconds until the next is due.
         """
-        self._streams.pulse(self._new_pulse())
+        self._streams.pulse(self._new_pulse(), unnamed=False)
         return pulse_s(len(self.standing))
 
     def _new_pulse(self) -> Pulse:

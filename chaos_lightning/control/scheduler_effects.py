@@ -75,6 +75,8 @@ class SchedulerEffects:
             return await asyncio.wait_for(waiting, _ANSWER_TIMEOUT_S)
         except TimeoutError:
             return False, f"the scheduler did not get to it within {_ANSWER_TIMEOUT_S:g} s; ask again"
+        finally:
+            self._answers.pop(token, None)
 
     async def carry_out(self, effect: fx.SchedulerEffect) -> list[fx.SchedulerEvent]:
         """Carries out one effect; returns what the machine hears next.

@@ -99,8 +99,6 @@ def explain(
     leader = next((value for key, value in metadata if key == LEADER_KEY), None)
     if leader is not None:
         return StandbyError(f"at {endpoint}: {details}", str(leader))
-    if code is ENDED:
-        return SchedulerUnreachableError(f"the {what} at {endpoint} leads no more: {details}")
     if code in _REFUSALS:
         return RefusedError(f"the {what} at {endpoint} refused: {details}")
     if code == grpc.StatusCode.UNIMPLEMENTED:

@@ -143,6 +143,8 @@ class Talk:
         except grpc.RpcError as error:
             reason = explain(error, self.endpoint, self._secret, probe_s, self._call.what)
             if error.code() is ENDED:
+                what = f"the {self._call.what} at {self.endpoint}"
+                reason = SchedulerUnreachableError(f"{what} leads no more: {error.details()}")
                 _log.warning("%s", reason)
         except WireError as error:
             reason = error
@@ -177,8 +179,11 @@ class StreamOwner(Protocol):
     def waits(self, reason: ChaosError) -> bool:
         """Returns whether to try again, after a pause."""
 
-    def failed(self, error: Exception) -> None:
-        """Takes why no server could be started, or an error of ours, which ends the client."""
+    def not_revived(self, error: ChaosError) -> None:
+        """Takes why no server could be started."""
+
+    def broke(self, error: Exception) -> None:
+        """Takes an error of ours, which ends the client."""
 
 
 class ClientThread(threading.Thread):
@@ -238,7 +243,7 @@ class ClientThread(threading.Thread):
         try:
             self._keep_talking()
         except Exception as error:
-            self._owner.failed(error)
+            self._owner.broke(error)
             raise
 
     def _keep_talking(self) -> None:
@@ -265,7 +270,7 @@ class ClientThread(threading.Thread):
         except queue.Empty:
             return None
         if isinstance(item, ChaosError):
-            self._owner.failed(item)
+            self._owner.not_revived(item)
         return item
 
     def _converse(self) -> ChaosError:
@@ -282,6 +287,8 @@ class ClientThread(threading.Thread):
             talk = Talk(channel, here, self._secret, self._call, self._inbox)
             try:
                 return self._attend(talk)
+            except (RefusedError, WireError) as error:
+                return error  # what is to be said fits into no message, say
             finally:
                 self.talk = None
                 talk.end()
@@ -332,6 +339,8 @@ class ServiceClient:
         on_trouble: Takes the reason why no leader could be reached or let this process in, when it is another one than
             before. A RefusedError will not go away by itself.
         revive: Called in a helper thread when no leader answers; may start a server.
+        hello: Makes the first message of each stream, before anybody else can say anything; None: `on_connected` says
+            it.
     """
 
     def __init__(
@@ -345,7 +354,9 @@ class ServiceClient:
         on_disconnected: Callable[[str], None],
         on_trouble: Callable[[ChaosError], None] = lambda error: None,
         revive: Callable[[], object] | None = None,
+        hello: Callable[[], Any] | None = None,
     ) -> None:
+        self._hello = hello
         self._client = ClientThread(endpoints, secret, call, self, revive)
         self._what = call.what
         self._on_connected = on_connected
@@ -372,6 +383,8 @@ class ServiceClient:
         """Passes on a message; the first one says that the stream stands."""
         if not self._answered:
             self._answered = True
+            if self._hello is not None:
+                talk.say(self._hello())
             self._client.talk = talk
             self._on_connected()
         if message is not None:
@@ -397,7 +410,7 @@ class ServiceClient:
             if not isinstance(reason, RefusedError):
                 self._told = ""
         if isinstance(reason, RefusedError) or not (answered or isinstance(reason, StandbyError)):
-            self.failed(reason)
+            self.not_revived(reason)
         standby = isinstance(reason, StandbyError)
         leader = reason.leader if isinstance(reason, StandbyError) else ""
         return Conversation(answered, isinstance(reason, SilentError), standby, leader)
@@ -406,8 +419,11 @@ class ServiceClient:
         """Tries for ever."""
         return True
 
-    def failed(self, error: Exception) -> None:
+    def not_revived(self, error: ChaosError) -> None:
         """Passes on a trouble, once."""
-        if isinstance(error, ChaosError) and str(error) != self._told:
+        if str(error) != self._told:
             self._told = str(error)
             self._on_trouble(error)
+
+    def broke(self, error: Exception) -> None:
+        """Leaves it to threading to show the error."""

@@ -126,6 +126,7 @@ class ServiceStart:
         ended: Takes a process that was started and has ended; returns whether another one is to be waited for, or
             raises why it failed.
         own: Returns whether it is this process that answers.
+        supervises: Whether the process that is started watches the one that listens, and lives while that one does not.
         lost: Returns words if this process has ended because another one was first.
     """
 
@@ -138,6 +139,7 @@ class ServiceStart:
     start: Callable[[], HostedProcess | None]
     ended: Callable[[HostedProcess], bool]
     own: Callable[[HostedProcess], bool]
+    supervises: bool = False
     lost: Callable[[HostedProcess], str] = lambda started: ""
 
 
@@ -164,13 +166,14 @@ def ensure(service: ServiceStart, timeout_s: float, given_up: Callable[[], bool]
         lives = started is not None and started.alive()
         if found in service.good:
             return started if started is not None and lives and _answers(service, started) else None
-        if found == FREE and not lives and now > start_at:
+        if found == FREE and not lives:
             if started is not None and not service.ended(started):
                 return None
-            start_at = now + RACE_S
-            if (started := service.start()) is None:
-                return None
-        elif odd_since is not None and now - odd_since > ODD_LISTENER_PATIENCE_S and not lives:
+            if now > start_at:
+                start_at = now + RACE_S
+                if (started := service.start()) is None:
+                    return None
+        elif odd_since is not None and now - odd_since > ODD_LISTENER_PATIENCE_S and (service.supervises or not lives):
             raise RefusedError(f"at {listen} something listens that is no {what}{named(listen)}; choose another port")
         left = begun + timeout_s - now
         if left <= 0 or now - told > TELL_S:

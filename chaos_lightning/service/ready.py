@@ -8,13 +8,14 @@ whose record is refused has been followed by another one, and ends; its process 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from chaos_lightning.declared import absolute, declared, read_options
-from chaos_lightning.errors import StoreError, WireError
+from chaos_lightning.errors import ChaosError, RefusedError, StoreError, WireError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.machine.signals import ends
@@ -55,6 +56,7 @@ from chaos_lightning.service.writer import StoreWriter
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 _TICK_S = 0.1
+_log = logging.getLogger("chaos_lightning")
 
 
 def read_records(spec: ServiceSpec, store: Store) -> list[Any]:
@@ -146,7 +148,7 @@ class ServiceServer:
     async def stop(self) -> None:
         """Closes streams, port and store."""
         await self._frame.stop()
-        await self._writer.close(self._store.close if self._store is not None else lambda: None)
+        await self._writer.close(lambda: self._store.close() if self._store is not None else None)
 
     # ------------------------------------------------------------------ leading
 
@@ -243,18 +245,15 @@ def connect(
         more: Further callbacks of `ServiceClient`.
     """
 
-    def connected() -> None:
-        client.say(Introduction(name))
-        on_connected()
-
     call = StreamCall(f"/{spec.path}/Attend", spec.name, spec.write_said, spec.read_told, goodbye=b"")
     client = ServiceClient(
         endpoints,
         secret,
         call,
-        on_connected=connected,
+        on_connected=on_connected,
         on_message=on_message,
         on_disconnected=on_disconnected,
+        hello=lambda: Introduction(name),
         **more,
     )
     return client
@@ -274,8 +273,17 @@ def talk(
 
     Returns:
         Whether it is done.
+
+    Raises:
+        RefusedError: The server does not let this client in, or does not understand it.
     """
-    done = threading.Event()
+    done, refused = threading.Event(), list[RefusedError]()
+
+    def trouble(error: ChaosError) -> None:
+        _log.warning("%s waits for %s: %s", own.name, spec.name, error)
+        if isinstance(error, RefusedError):
+            refused.append(error)
+            done.set()
 
     def say(messages: Iterable[Any]) -> None:
         for message in messages:
@@ -290,12 +298,16 @@ def talk(
         secret,
         on_connected=lambda: say(own.connected()),
         on_message=lambda message: say(own.heard(message)),
+        on_trouble=trouble,
     )
     client.start()
     try:
-        return done.wait(timeout_s)
+        done.wait(timeout_s)
     finally:
         client.close()
+    if refused:
+        raise refused[0]
+    return own.done
 
 
 def run(spec: ServiceSpec, options: ServiceOptions) -> int:

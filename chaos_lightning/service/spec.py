@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from chaos_lightning.errors import WireError
 from chaos_lightning.protocol.plain import read_text, text_of
 
 
@@ -121,6 +122,21 @@ class Introduction:
     name: str
 
 
+def _written(hint: Any, value: Any) -> bytes:
+    """Encodes a value of this type.
+
+    Raises:
+        TypeError: It is of another type, in a part of it perhaps: who reads it would not take it.
+    """
+    try:
+        data = text_of(hint, value)
+        if read_text(hint, data) == value:
+            return data
+    except (KeyError, AttributeError, ValueError, TypeError, WireError) as error:
+        raise TypeError(f"{value!r:.200} is no message or record of this service: {error}") from error
+    raise TypeError(f"{value!r:.200} is read as something else")
+
+
 @dataclass(frozen=True)
 class ServiceSpec:
     """A service.
@@ -146,7 +162,7 @@ class ServiceSpec:
 
     def write_said(self, message: Any) -> bytes:
         """Encodes what a client says."""
-        return text_of(self.hears | Introduction, message)
+        return _written(self.hears | Introduction, message)
 
     def read_said(self, data: bytes) -> Any:
         """Decodes what a client says; raises WireError if it is malformed."""
@@ -154,7 +170,7 @@ class ServiceSpec:
 
     def write_told(self, message: Any) -> bytes:
         """Encodes what a client is told; None is the empty message, which says that this server leads."""
-        return b"" if message is None else text_of(self.says | None, message)
+        return b"" if message is None else _written(self.says | None, message)
 
     def read_told(self, data: bytes) -> Any:
         """Decodes what a client is told; raises WireError if it is malformed."""
@@ -162,7 +178,7 @@ class ServiceSpec:
 
     def write_record(self, record: Any) -> bytes:
         """Encodes a record."""
-        return text_of(self.records | None, record)
+        return _written(self.records | None, record)
 
     def read_record(self, data: bytes) -> Any:
         """Decodes a record; raises WireError if it is malformed."""

@@ -184,10 +184,12 @@ class Streams:
             self._last = Parcel(message, stream.encoding.write)
         return self._last
 
-    def pulse(self, message: Any) -> None:
-        """Sends a message on each stream on which nothing waits, so that clients notice a server that is silent."""
+    def pulse(self, message: Any, *, unnamed: bool = True) -> None:
+        """Sends a message on each stream on which nothing waits, so that clients notice a server that is silent;
+        `unnamed`: also where nobody has said hello.
+        """
         for number, stream in self.standing.items():
-            if stream.name and stream.outbox.empty():
+            if (stream.name or unnamed) and stream.outbox.empty():
                 self.send(number, message)
 
     def end(self, number: int, status: grpc.StatusCode | None = None, reason: str = "") -> None:

@@ -126,6 +126,15 @@ def test_a_server_with_a_token_lets_nobody_in_without_it(tmp_path: Path) -> None
         assert adder.sums == [5]
 
 
+def test_what_could_not_be_read_back_is_not_written() -> None:
+    """A record that the next leader cannot read would end the service for good."""
+    spec, module = example().COUNTER, example()
+    assert spec.read_record(spec.write_record(module.Added("a", 1, 2))) == module.Added("a", 1, 2)
+    for wrong in (module.Added("a", 1, 2.5), module.Added("a", 1, 1 << 63), module.Added(b"a", 1, 2), module.Sum(1, 2)):
+        with pytest.raises(TypeError, match=r"Added|Sum"):
+            spec.write_record(wrong)
+
+
 def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) < 150
 

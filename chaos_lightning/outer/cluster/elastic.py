@@ -315,8 +315,7 @@ class ElasticCluster:
         self._leave_off()
         self._state = None
         self._model.forget()
-        for push in list(self._model.pushes):
-            self._exchange.free(push)
+        self._exchange.forget()
         self._drop_encoded()
         self._exchange.drop()
         with self._changed:

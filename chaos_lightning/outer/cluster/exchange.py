@@ -203,6 +203,8 @@ class FollowerExchange:
         self._getter = getter
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
         self._closed = False
+        self._generation = 0
+        """Counts up when all pushes are forgotten: what was begun before is void."""
         self._serving = self._make(me)
         self._old: list[PushServing] = []
         """Servers of earlier incarnations."""
@@ -240,10 +242,12 @@ class FollowerExchange:
         """Serves all pushes, cut as the followers' present shards are. They are hashed in the encoding thread."""
         with self._changed:
             if not self._closed:
-                self._worker.submit(self._serve_all)
+                self._worker.submit(self._serve_all, self._generation)
 
-    def _serve_all(self) -> None:
+    def _serve_all(self, generation: int) -> None:
         with self._changed:
+            if generation != self._generation:
+                return  # memory for other pushes may be there already
             names = {serving.me(): serving for serving in self._old}
             shares: dict[PushServing, dict[PushId, Part]] = {}
             for push, part in self._model.pushes.items():
@@ -275,16 +279,20 @@ class FollowerExchange:
             failed: Takes the error of a push that is still wanted.
         """
         began, serving, encode = time.monotonic(), self._serving, self._model.encoder()
+        generation = self._generation
+
+        def void() -> bool:
+            return generation != self._generation or not wanted()
 
         def work() -> None:
             try:
                 part = encode()
                 manifest = part.hash
-                if not wanted():
+                if void():
                     return
                 serving.serve({push: part})
             except Exception as error:
-                if wanted():  # else its content is gone
+                if not void():  # else its content is gone
                     failed(error)
                 return
             self._log.tell(
@@ -297,7 +305,7 @@ class FollowerExchange:
                 seconds=round(time.monotonic() - began, 6),
                 manifest=manifest,
             )
-            if not done(part, manifest):
+            if void() or not done(part, manifest):
                 serving.drop(push)
 
         with self._changed:
@@ -311,6 +319,13 @@ class FollowerExchange:
             for serving in (self._serving, *self._old):
                 serving.drop(push)
             self._let_go()
+
+    def forget(self) -> None:
+        """Forgets all pushes, and what is being encoded: this process gets the state of others."""
+        with self._changed:
+            self._generation += 1
+            for push in list(self._model.pushes):
+                self.free(push)
 
     def _let_go(self) -> None:
         """Closes the servers of earlier incarnations whose pushes nobody needs any more."""

@@ -115,6 +115,7 @@ def ensure_server(
         over="ended",
         start=start,
         ended=ended,
+        supervises=True,
         own=lambda started: fetch_facts(started.endpoint, secret, follow=False).get("parent_pid") == started.pid,
         lost=lambda started: "another process of this machine starts it" if _gave_way(started) else "",
     )

@@ -450,7 +450,7 @@ class OuterSession:
     def _encode(self, life: _Life, push: PushId, base: VersionId) -> None:
         def done(part: Part, manifest: str) -> bool:
             with self._changed:
-                if life.over:
+                if life.over or life is not self._life:
                     return False
                 self._model.pushes[push] = part
             self._feed(life, cl.Frozen(push, manifest))
@@ -478,6 +478,7 @@ class OuterSession:
                 raise put_out(self.options.name, over.reason, was_in=old.machine.was_in)
             return
         with self._changed:
+            old.over = True
             self._life = _Life(self, old.machine.anew())
             self._todo.clear()
             self._claimed.clear()

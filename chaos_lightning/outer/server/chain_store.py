@@ -96,4 +96,4 @@ class ChainStore:
 
     async def close(self) -> None:
         """Closes the store, once a write under way is done."""
-        await self._writer.close(self._store.close if self._store is not None else lambda: None)
+        await self._writer.close(lambda: self._store.close() if self._store is not None else None)
