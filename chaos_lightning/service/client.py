@@ -58,6 +58,8 @@ class StreamCall:
         write: Encodes what the server is told.
         read: Decodes what the server says, None for an empty message; raises WireError.
         goodbye: Last message on a stream that is meant to end; None if its half-close says so.
+        hello: Makes the first message that a `ServiceClient` says, before anybody else can say anything; None: its
+            `on_connected` says it.
     """
 
     path: str
@@ -65,6 +67,7 @@ class StreamCall:
     write: Callable[[Any], bytes]
     read: Callable[[bytes], Any]
     goodbye: bytes | None = None
+    hello: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +342,6 @@ class ServiceClient:
         on_trouble: Takes the reason why no leader could be reached or let this process in, when it is another one than
             before. A RefusedError will not go away by itself.
         revive: Called in a helper thread when no leader answers; may start a server.
-        hello: Makes the first message of each stream, before anybody else can say anything; None: `on_connected` says
-            it.
     """
 
     def __init__(
@@ -354,9 +355,8 @@ class ServiceClient:
         on_disconnected: Callable[[str], None],
         on_trouble: Callable[[ChaosError], None] = lambda error: None,
         revive: Callable[[], object] | None = None,
-        hello: Callable[[], Any] | None = None,
     ) -> None:
-        self._hello = hello
+        self._hello = call.hello
         self._client = ClientThread(endpoints, secret, call, self, revive)
         self._what = call.what
         self._on_connected = on_connected

@@ -245,18 +245,23 @@ def connect(
         more: Further callbacks of `ServiceClient`.
     """
 
-    call = StreamCall(f"/{spec.path}/Attend", spec.name, spec.write_said, spec.read_told, goodbye=b"")
-    client = ServiceClient(
+    call = StreamCall(
+        f"/{spec.path}/Attend",
+        spec.name,
+        spec.write_said,
+        spec.read_told,
+        goodbye=b"",
+        hello=lambda: Introduction(name),
+    )
+    return ServiceClient(
         endpoints,
         secret,
         call,
         on_connected=on_connected,
         on_message=on_message,
         on_disconnected=on_disconnected,
-        hello=lambda: Introduction(name),
         **more,
     )
-    return client
 
 
 def talk(
