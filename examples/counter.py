@@ -138,9 +138,9 @@ def main(command: str, *given: str) -> int:
         return ready.main(COUNTER, given)
     if command == "add":
         adder = Adder(f"{given[1]}-{os.getpid()}", [int(each) for each in given[2:]])
-        ready.talk(COUNTER, adder, given[0].split(","))
+        done = ready.talk(COUNTER, adder, given[0].split(","), timeout_s=60.0)
         print(*adder.sums)
-        return 0
+        return int(not done)
     spec = replace(COUNTER, machine=TooSoon) if command == "planted" else COUNTER
     return int(bool(simulate_many(spec, adders, check, range(int(given[0])))) != (command == "planted"))
 

@@ -24,6 +24,9 @@ _ANSWER_TIMEOUT_S = 4.0
 class SchedulerLife(Protocol):
     """Interface of the scheduler's server, for what concerns its life."""
 
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the machine's facts."""
+
     def noted(self, name: str) -> None:
         """Takes the name of each event that the machine notes."""
 
@@ -62,8 +65,6 @@ class SchedulerEffects:
         self._count = 0
         self._drawing, self._search = Drawing(feed), Drawing(feed)
         """Processes that draw trees, and pipelines."""
-        self.snapshot: Callable[[], dict[str, Any]] = dict
-        """Snapshot of the machine."""
 
     async def ask(self, event: Callable[[int], fx.SchedulerEvent]) -> tuple[bool, str]:
         """Queues an operator's request for the machine; returns its answer: whether it accepts, and a text."""
@@ -121,7 +122,7 @@ class SchedulerEffects:
         if effect.ending is not None:
             effect = replace(effect, ending=replace(effect.ending, at=time.time()))
         if final:
-            now = self.snapshot()
+            now = self._server.snapshot()
             owed = Owed(effect, str(now.get("chain", "")), str(now.get("view", "")))
         try:
             outcome = await self._writer.append(effect, owed)

@@ -27,7 +27,7 @@ from chaos_lightning.control.options import (
 )
 from chaos_lightning.declared import Setting, declared, read_options
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
+from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.machine.descriptors import allow_descriptors
 from chaos_lightning.machine.signals import ends
 from chaos_lightning.machine.terminal import TerminalGuard
@@ -35,7 +35,7 @@ from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.service.main import EXIT_FAILED, EXIT_OK, detach, exit_code, options_parser
-from chaos_lightning.service.options import check_advertise
+from chaos_lightning.service.options import check_advertise, check_reached
 from chaos_lightning.settings import EngineConfig
 
 if TYPE_CHECKING:
@@ -121,11 +121,7 @@ def _take_all_descriptors(max_nodes: int, *, keys: bool) -> str:
 
 def _server_config(options: SchedulerOptions) -> SchedulerServerConfig:
     host, port = split_endpoint(options.listen)
-    if options.in_etcd and host in WILDCARDS and not options.advertise:
-        raise ConfigurationError(
-            f"--listen {options.listen}: other schedulers would name that to members, who cannot call it; say where "
-            "this one is reached: --advertise HOST:PORT"
-        )
+    check_reached(options.listen, options.advertise, options.store, "schedulers", "members")
     return SchedulerServerConfig(
         host=host,
         port=port,

@@ -219,7 +219,7 @@ class SchedulerServer:
         met = {*chain.past.members, *(member for view in chain.views for member in view.ids())}
         self._streams.keys = KeyIssuer(self.config.settings, secret_channel=secret_channel, members=met)
         self._machine = machine = self._make_machine(self.config.settings, chain)
-        self._driver.on, self._effects.snapshot = machine.on, machine.snapshot
+        self._driver.on = machine.on
         self._frame.drive(self._drive(), "scheduler machine")
         return chain
 
@@ -299,6 +299,11 @@ class SchedulerServer:
         else:
             self._stays = self._stays or effect.tells_s > 0
             self._done(effect.reason, effect.tells_s)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the machine's facts."""
+        assert self._machine is not None
+        return self._machine.snapshot()
 
     def refused(self, why: str) -> None:
         """Ends the server after a decision that its store did not accept."""

@@ -41,7 +41,8 @@ class Candidacy:
         """Whether this process has begun the log anew."""
         self._followed = followed
         self._lease_s = lease_s
-        self._guard: tuple[pb.Compare, ...] = ()
+        self.guard: tuple[pb.Compare, ...] = ()
+        """Comparisons that writes of the elected leader must make."""
         self._election: Election | None = None
 
     def stand(
@@ -63,7 +64,7 @@ class Candidacy:
         """
 
         def elected(guard: tuple[pb.Compare, ...]) -> None:
-            self._guard = guard
+            self.guard = guard
             on_elected()
 
         self.note = note
@@ -78,11 +79,6 @@ class Candidacy:
             lease_s=self._lease_s,
         )
         self._election.start()
-
-    @property
-    def guard(self) -> tuple[pb.Compare, ...]:
-        """Comparisons that writes of the elected leader must make."""
-        return self._guard
 
     def asked(self, name: str) -> None:
         """Notes that a client called `name` ("": unnamed) asked this candidate while looking for the leader."""
@@ -101,7 +97,7 @@ class Candidacy:
         Args:
             over: Returns words if what is in the store is over; "" if it goes on.
         """
-        store = EtcdStore(self.client, self.root, guard=self._guard, owned=False)
+        store = EtcdStore(self.client, self.root, guard=self.guard, owned=False)
         if not self.waited() and (words := over(store)):
             store.begin_again()
             self.begun_again = True

@@ -95,6 +95,26 @@ def forget_logs(log_dir: str) -> None:
                     folder.rmdir()
 
 
+def check_reached(listen: str, advertise: str, store: str, servers: str, clients: str) -> None:
+    """Checks that others can call a server where it would be named to them: one with its store in etcd.
+
+    Args:
+        listen: HOST:PORT at which it listens.
+        advertise: HOST:PORT under which it is named; "" if that is where it listens.
+        store: The server's store.
+        servers: Text that names such servers, for the error message.
+        clients: The same of their clients.
+
+    Raises:
+        ConfigurationError: It listens at all addresses of its machine, and is named under none.
+    """
+    if store.startswith(ETCD) and split_endpoint(listen)[0] in WILDCARDS and not advertise:
+        raise ConfigurationError(
+            f"--listen {listen}: other {servers} would name that to {clients}, who cannot call it; say where this one "
+            "is reached: --advertise HOST:PORT"
+        )
+
+
 def check_advertise(text: str, where: str, store: str = ETCD) -> str:
     """Checks the address under which a candidate is announced to others; returns it normalized, "" if it is where it
     listens.
@@ -147,14 +167,9 @@ class ServiceOptions:
 
     def __post_init__(self) -> None:
         check_each(self)
-        host, port = split_endpoint(self.listen)
-        if not port:
+        if not split_endpoint(self.listen)[1]:
             raise ConfigurationError(f"--listen {self.listen}: others must know the port; name one")
-        if self.in_etcd and host in WILDCARDS and not self.advertise:
-            raise ConfigurationError(
-                f"--listen {self.listen}: other servers would name that to clients, who cannot call it; say where this "
-                "one is reached: --advertise HOST:PORT"
-            )
+        check_reached(self.listen, self.advertise, self.store, "servers", "clients")
         check_advertise(self.advertise, "--advertise ", self.store)
 
     @property

@@ -11,10 +11,18 @@ from pathlib import Path
 
 from chaos_lightning.declared import at_least, check_each, document, same_as, setting
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
+from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.protocol.limits import PROCESS_NBYTES, at_most
 from chaos_lightning.protocol.types import Settings
-from chaos_lightning.service.options import ETCD, MEMORY, absolute_store, check_advertise, log_folder, state_folder
+from chaos_lightning.service.options import (
+    ETCD,
+    MEMORY,
+    absolute_store,
+    check_advertise,
+    check_reached,
+    log_folder,
+    state_folder,
+)
 from chaos_lightning.settings import EngineConfig, absolute_path
 
 DEFAULT_PORT = 29470
@@ -71,14 +79,9 @@ class LeaderOptions:
 
     def __post_init__(self) -> None:
         check_each(self)
-        host, port = split_endpoint(self.listen)
-        if self.in_etcd and host in WILDCARDS and not self.advertise:
-            raise ConfigurationError(
-                f"--listen {self.listen}: other leaders would name that to clusters, who cannot call it; say where "
-                "this one is reached: --advertise HOST:PORT"
-            )
-        if not port:
-            raise ConfigurationError(f"--listen {self.listen}: nobody would know the port; name one")
+        check_reached(self.listen, self.advertise, self.store, "leaders", "clusters")
+        if not split_endpoint(self.listen)[1]:
+            raise ConfigurationError(f"--listen {self.listen}: others must know the port; name one")
         check_advertise(self.advertise, "--advertise ", self.store)
 
     @property
