@@ -40,6 +40,7 @@ from benchmarks.peers import coordinators
 from benchmarks.victims import member
 from benchmarks.workers import Worker, context, scratch
 from benchmarks.world import World, intervals, lost_or_repeated
+from chaos_lightning.membership.leader_search import PULSE_S
 from chaos_lightning.service.election import WATCHED_S
 from chaos_lightning.service.etcd_servers import EtcdServer, EtcdServers
 
@@ -169,7 +170,7 @@ def one_run(scene: Scene, case: Case, index: int, what: Strike) -> None:
     survivors = [name for name in world.members if name != victim]
     before = {name: (len(world.members[name].steps), len(world.members[name].fenced)) for name in survivors}
     server = scene.strike_etcd() if what.etcd else None
-    time.sleep(scene.rng.uniform(0.0, 1.5) * usual)
+    time.sleep(scene.rng.uniform(0.0, max(1.5 * usual, PULSE_S)))  # at any moment of a step, and between two pulses
     since = time.monotonic_ns()
     if server is not None and server.process is not None:
         server.process.kill()

@@ -153,7 +153,7 @@ class NestedScene(OuterScene):
         assert pid is not None
         os.kill(pid, signal.SIGTERM)
         worker.process.join(PATIENCE_S)
-        if worker.process.exitcode != 0:
+        if worker.process.exitcode not in (0, 128 + signal.SIGTERM):  # or by the signal, once it has left
             worker.kill()
             raise RuntimeError(f"rank {name} ended with {worker.process.exitcode} when it was asked to leave")
 

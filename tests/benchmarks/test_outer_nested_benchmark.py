@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,6 +41,24 @@ def test_ranks_reach_followers_alone_through_the_relay() -> None:
         links.connect("127.0.0.1", near.getsockname()[1], me="r1~1", peer="r2~2", timeout_s=5.0).close()
         with pytest.raises(ConnectionRefusedError):
             links.connect("127.0.0.1", near.getsockname()[1], me="home~1", peer=FOLLOWERS[0], timeout_s=5.0)
+
+
+@pytest.mark.parametrize("code", [0, 128 + signal.SIGTERM, 1])
+def test_a_rank_that_leaves_may_end_as_by_its_signal(code: int) -> None:
+    script = f"import signal, sys; signal.signal(15, lambda *_: sys.exit({code})); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        process = Mock(pid=child.pid, join=lambda timeout_s: child.wait(timeout_s))
+        type(process).exitcode = property(lambda _: child.poll())
+        asked = scene([])
+        asked.clusters["r9"] = Mock(process=process)
+        if code == 1:
+            with pytest.raises(RuntimeError, match="rank r9 ended with 1 when it was asked to leave"):
+                asked.leave_rank("r9")
+        else:
+            asked.leave_rank("r9")
+    assert "r9" not in asked.clusters
 
 
 def test_bytes_are_told_by_direction() -> None:

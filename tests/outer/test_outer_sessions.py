@@ -7,11 +7,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from outer_cluster_support import Clusters
+from outer_cluster_support import EACH, Cluster, Clusters
 from outer_job_support import inner_step, small_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +23,10 @@ from chaos_lightning.errors import ConfigurationError, DeadlineError, SchedulerU
 from chaos_lightning.events.reader import Record
 from chaos_lightning.outer.cluster import attendant, leaving, push_serving
 from chaos_lightning.outer.cluster.replica import Replica
+from chaos_lightning.outer.cluster.session import OuterSession
+from chaos_lightning.outer.exchange.codec import Part
 from chaos_lightning.outer.exchange.fetching import hold_push
+from chaos_lightning.outer.rules.cluster import ClusterMachine
 from chaos_lightning.outer.rules.effects import Told
 from chaos_lightning.outer.rules.messages import Granted, Holder, Holders
 from chaos_lightning.outer.rules.settings import OuterSettings
@@ -140,6 +144,60 @@ def test_a_push_that_is_freed_while_it_is_hashed_is_not_served(
     assert len(serving._server._versions) == served - 1
     serving.serve({push: part})
     assert len(serving._server._versions) == served - 1
+
+
+@pytest.mark.parametrize("kind", ["one process", "elastic"])
+def test_a_push_that_is_encoded_while_its_incarnation_is_dismissed_goes_nowhere(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The leader hears nothing of it, and removes it; its stream stands. Until then it encodes."""
+    began, go_on, rules = threading.Event(), threading.Event(), replace(EACH, heartbeat_s=0.3)
+    home = clusters.come_in("home", rules=rules) if kind == "one process" else clusters.elastic("home", rules)
+    part = home.session if isinstance(home, Cluster) else home.cluster
+    model, exchange, encoder = part._model, part._exchange, part._model.encoder
+
+    def held() -> Callable[[], Part]:
+        encode = encoder()
+
+        def wait() -> Part:
+            began.set()
+            assert go_on.wait(30.0)
+            return encode()
+
+        return wait
+
+    def machine() -> ClusterMachine:
+        return part._life.machine if isinstance(part, OuterSession) else part.machine
+
+    def rest() -> None:
+        part.boundary(0, steps=0) if isinstance(part, OuterSession) else part.alone()
+
+    def settle() -> None:
+        until(lambda: rest() or (machine().base == machine().newest != NO_VERSION), "the newest version")
+
+    settle()
+    clusters.come_in("other", rules=rules).settle()  # else it would be the last that has the version
+    monkeypatch.setattr(model, "encoder", held)
+    if isinstance(home, Cluster):
+        home.step()
+        home.session.boundary(16)
+    else:
+        home.train()
+    assert began.wait(30.0)
+    first, push = machine().incarnation, machine().freezing
+    assert push is not None
+    attendant = part._life.attendant if isinstance(part, OuterSession) else part._attendant
+    assert attendant is not None
+    monkeypatch.setattr(attendant._client, "say", lambda message: None)
+    until(lambda: rest() or machine().incarnation not in (None, first), "its next incarnation")
+    go_on.set()
+    exchange._worker.submit(lambda: None).result(30.0)
+    assert push not in model.pushes
+    assert push not in exchange._serving._cuts
+    settle()
+    home.train()
+    clusters.harness.wait_for("push_frozen", lambda r: not r["push"].startswith(str(first)))
+    assert not [r for r in told_of(clusters, "push_frozen") if r["push"] == str(push)]
 
 
 def test_the_log_has_all_that_training_waited_for(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
