@@ -41,3 +41,16 @@ def each_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     make = EtcdServers.client
     monkeypatch.setattr(EtcdServers, "client", lambda self, given=kind: make(self, given))
     return kind
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
+    """One real etcd server shared by all tests that do not kill it; each uses a job name of its own."""
+    with servers(tmp_path_factory.mktemp("etcd"), 1) as started:
+        yield started
+
+
+@pytest.fixture
+def etcd_of_three(tmp_path: Path) -> Iterator[EtcdServers]:
+    with servers(tmp_path / "etcd", 3) as started:
+        yield started
