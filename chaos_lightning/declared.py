@@ -23,6 +23,9 @@ T = TypeVar("T")
 Check = Callable[[Any], str]
 """Function that returns what is wrong with a value, as in "expected a positive number"; "" if nothing is."""
 
+PREFIX = "CHAOS_"
+"""Beginning of the environment variables of this package."""
+
 _KEY = "chaos_lightning"
 _BOOLEANS = {"0": False, "no": False, "false": False, "1": True, "yes": True, "true": True}
 _EXPECTED = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text"}
@@ -40,6 +43,8 @@ class Setting:
             else is right.
         absolute: Function that returns the same value for a process that may run in another folder.
         metavar: Placeholder of the value in the help of a command.
+        prefix: Beginning of its environment variable. Another one tells settings apart that share a name and mean
+            different things in one process.
     """
 
     name: str = ""
@@ -48,6 +53,7 @@ class Setting:
     check: Check | None = None
     absolute: Callable[[str], str] | None = None
     metavar: str = ""
+    prefix: str = PREFIX
 
     @property
     def kind(self) -> type:
@@ -67,7 +73,7 @@ class Setting:
     @property
     def variable(self) -> str:
         """Name of the environment variable for the setting."""
-        return f"CHAOS_{self.name.upper()}"
+        return f"{self.prefix}{self.name.upper()}"
 
     @property
     def option(self) -> str:
@@ -109,9 +115,10 @@ def setting(
     check: Check | None = None,
     absolute: Callable[[str], str] | None = None,
     metavar: str = "",
+    prefix: str = PREFIX,
 ) -> T:
     """Declares a dataclass field as a setting for users; see `Setting`."""
-    made = Setting(default=default, help=help, check=check, absolute=absolute, metavar=metavar)
+    made = Setting(default=default, help=help, check=check, absolute=absolute, metavar=metavar, prefix=prefix)
     return dataclasses.field(default=default, metadata={_KEY: made})
 
 

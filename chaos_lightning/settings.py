@@ -8,6 +8,7 @@ docs/settings.md. An explicit argument goes before the environment, and that bef
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chaos_lightning.declared import (
+    PREFIX,
     Check,
     Setting,
     at_least,
@@ -39,6 +41,8 @@ from chaos_lightning.planning.plans import DEFAULT_PLAN, absolute_plan, read_pla
 from chaos_lightning.planning.shards import POLICIES, wrong_policy
 from chaos_lightning.protocol.types import PlanSpec, Settings, check_nodes, is_name
 from chaos_lightning.transport.sealing import RULES, Level, require_library
+
+_log = logging.getLogger("chaos_lightning")
 
 DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_PORT}"
 PROFILED = "CHAOS_PROFILED"
@@ -314,11 +318,16 @@ def host_name() -> str:
 
 
 def from_environment(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the settings that are given by environment variables, by name.
+    """Returns the settings that are given by environment variables, by name. Warns of a variable that is another
+    setting's, with the same name.
 
     Raises:
         ConfigurationError: One is of another type; names the variable.
     """
+    if "CHAOS_NODE" not in environ:  # else a launcher has told its own settings to this process
+        for name, made in settings.items():
+            if (other := f"{PREFIX}{name.upper()}") in environ and made.variable not in environ:
+                _log.warning("environment variable %s changes nothing here; did you mean %s?", other, made.variable)
     return {
         name: made.read(text, f"environment variable {made.variable}")
         for name, made in settings.items()

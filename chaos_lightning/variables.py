@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from chaos_lightning.control.options import HOSTED
-from chaos_lightning.declared import declared
+from chaos_lightning.declared import PREFIX, declared
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.pipeline.options import PipelineOptions
@@ -18,7 +18,6 @@ from chaos_lightning.settings import PROFILED, EngineConfig
 
 _log = logging.getLogger("chaos_lightning")
 
-PREFIX = "CHAOS_"
 OTHERS = frozenset(
     {
         "CHAOS_TOKEN",

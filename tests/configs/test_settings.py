@@ -35,6 +35,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.cluster import strategy_options
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.cluster.strategy_options import DiLoCoOptions
+from chaos_lightning.outer.rules.settings import OUTER as PREFIX_OF_OUTER
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.pipeline.options import PipelineOptions
 from chaos_lightning.protocol.types import Settings
@@ -334,7 +335,8 @@ Declared in `chaos_lightning/control/options.py`. Options of `chaos-lightning sc
 
 Declared in `chaos_lightning/outer/rules/settings.py`; what the first cluster brings is the job's. To be given as an
 argument of `DiLoCoStrategy` ({diloco}), or in its `options`; to `chaos_lightning.diloco.DiLoCo`; by Hydra and
-LightningCLI likewise.
+LightningCLI likewise. Their environment variables are `CHAOS_<NAME>`, but `CHAOS_OUTER_<NAME>` for {outers}, which are
+also settings of members and pipelines, of another meaning.
 
 {outer}
 ## Of a cluster of an outer job
@@ -360,6 +362,7 @@ def test_the_page_tells_each_setting() -> None:
             rules=table(dict(RULES)),
             hosted=", ".join(HOSTED), diloco=", ".join(strategy_options.ARGUMENTS), outer=table(dict(OUTER)),
             cluster=table({**CLUSTERS, **only_of_options}),
+            outers=", ".join(n for n, made in {**OUTER, **CLUSTERS}.items() if made.prefix == PREFIX_OF_OUTER),
         )
     )  # fmt: skip
     if os.environ.get("CHAOS_REWRITE"):

@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from chaos_lightning.control.options import HOSTED
+from chaos_lightning.declared import Setting, declared
+from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
+from chaos_lightning.outer.rules.settings import OuterSettings
+from chaos_lightning.pipeline.options import PipelineOptions
+from chaos_lightning.settings import EngineConfig, from_environment
 from chaos_lightning.variables import known, unknown, warn_of_unknown
 
 ROOT = Path(__file__).parents[2]
@@ -56,3 +62,25 @@ def test_the_command_tells_it() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "CHAOS_LOGDIR is no setting and changes nothing; did you mean CHAOS_LOG_DIR?" in done.stderr
+
+
+def test_a_variable_is_one_setting() -> None:
+    """Members, clusters and pipelines read their settings from one environment, so a name means the same to all of
+    them; a cluster reads no names of jobs and nodes there.
+    """
+    seen: dict[str, Setting] = {name: made for made in HOSTED.values() for name in [made.variable]}
+    for owner in (EngineConfig, ClusterOptions, OuterSettings, PipelineOptions):
+        for made in declared(owner).values():
+            if owner is not ClusterOptions or made.name not in ("server", "job", "name"):
+                assert seen.setdefault(made.variable, made) == made, owner
+
+
+def test_a_setting_of_outer_sync_under_the_name_of_a_members_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    rules = declared(OuterSettings)
+    assert from_environment(rules, {"CHAOS_BATCH": "64", "CHAOS_CLIP": "1"}) == {"clip": 1.0}
+    assert "CHAOS_BATCH changes nothing here; did you mean CHAOS_OUTER_BATCH?" in caplog.text
+    caplog.clear()
+    both = {"CHAOS_BATCH": "fixed", "CHAOS_OUTER_BATCH": "64"}
+    assert from_environment(rules, both) == {"batch": 64}
+    assert from_environment(rules, {"CHAOS_BATCH": "member", "CHAOS_NODE": "n"}) == {}
+    assert not caplog.text

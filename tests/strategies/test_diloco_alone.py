@@ -115,7 +115,7 @@ def test_a_batch_that_no_loader_tells_is_demanded_by_name(tmp_path: Path, monkey
     assert batch(data="local", options={"batch": 4}) == "4"
     loader = models.loader()
     assert batch() == "4"
-    monkeypatch.setenv("CHAOS_BATCH", "16")
+    monkeypatch.setenv("CHAOS_OUTER_BATCH", "16")
     assert batch() == "16"
 
 

@@ -36,6 +36,7 @@ from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.machine.signals import ExitSignals
 from chaos_lightning.outer.cluster.strategy_options import build
 from chaos_lightning.outer.exchange.lines import SERVING
+from chaos_lightning.rendezvous.options import read_options
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.strategies import ChaosStrategy, DiLoCoOptions, DiLoCoStrategy
 from chaos_lightning.strategies.diloco import ClusterStrategy
@@ -96,6 +97,16 @@ def test_the_environment_stands_behind_arguments_and_before_defaults() -> None:
     assert options.name != "a-rank"
     assert (settings.inner_steps, settings.outer_lr, settings.outer_momentum) == (32, 0.5, 0.8)
     assert options.server == "10.0.0.9:29470"
+
+
+def test_what_a_launcher_tells_its_members_is_no_setting_of_outer_sync() -> None:
+    conf = {"batch": "fixed:64", "overlap": "0", "links": "checksum"}
+    launched = read_options(endpoint="127.0.0.1:5", run_id="of-the-ranks", nodes=(1, 4), given=conf, environ={})
+    environment = {"CHAOS_OUTER_BATCH": "16", **launched.environment()}
+    settings, options = build(DiLoCoOptions(), {}, environment, batch=8)
+    assert (settings.batch, options.overlap, options.links, options.job) == (16, True, "auto", "default")
+    del environment["CHAOS_OUTER_BATCH"]
+    assert build(DiLoCoOptions(), {}, environment, batch=8)[0].batch == 8
 
 
 def test_construction_has_no_side_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_kill_is_declared_and_told_before_it_happens(tmp_path: Path) -> None:
 
 def test_who_was_killed_is_gone_before_the_next_one_starts(tmp_path: Path) -> None:
     with Harness(tmp_path) as harness:
-        harness.start("a", command("a", 1000))
+        harness.start("a", command("a", 1, "wait"))
         harness.wait_step(1)
         harness.kill("a")
         harness.start("b", command("b"))

@@ -15,6 +15,7 @@ from chaos_lightning.declared import at_least, check_each, declared, document, o
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoint, split_endpoints
 from chaos_lightning.outer.exchange.server_options import DEFAULT_SERVER, VARIABLE, LeaderOptions
+from chaos_lightning.outer.rules.settings import OUTER
 from chaos_lightning.protocol.limits import PROCESS_NBYTES, at_most
 from chaos_lightning.service.options import log_folder
 from chaos_lightning.settings import EngineConfig, from_environment, host_name
@@ -50,7 +51,9 @@ class ClusterOptions:
         "shared: all clusters train one data set, each sample once an epoch. local: each has its own.",
         check=one_of(("shared", "local")),
     )
-    overlap: bool = setting(True, "Train on while a push travels and is judged. Off: wait for its version.")
+    overlap: bool = setting(
+        True, "Train on while a push travels and is judged. Off: wait for its version.", prefix=OUTER
+    )
     ahead_steps: int = setting(
         0,
         "Inner steps that this cluster trains at most beyond a push whose version is under way, while the server is "
@@ -81,7 +84,7 @@ class ClusterOptions:
     )
     followers: int = same_as(LeaderOptions, "followers")
     host_server: bool = setting(True, "Whether this process may start a server at a free endpoint of this machine.")
-    links: str = setting("auto", "What protects data connections (docs/links.md).", check=one_of(RULES))
+    links: str = setting("auto", "What protects data connections (docs/links.md).", check=one_of(RULES), prefix=OUTER)
     token_file: str = same_as(EngineConfig, "token_file")
     keys_dir: str = same_as(EngineConfig, "keys_dir")
     log_dir: str = same_as(EngineConfig, "log_dir")

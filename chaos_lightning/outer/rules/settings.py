@@ -17,6 +17,10 @@ from chaos_lightning.errors import ConfigurationError
 
 POLICIES = ("robust", "sync", "async", "di_ps")
 DIFFERENCES = ("now", "base")
+OUTER = "CHAOS_OUTER_"
+"""Beginning of the variables of those settings whose names are also settings of members: a cluster's ranks may be
+members of an elastic job, whose launcher tells them its own.
+"""
 OPTIMIZERS = ("auto", "delayed_nesterov", "nesterov", "sgd")
 
 
@@ -49,6 +53,7 @@ class OuterSettings:
         "When a round is decided, and which pushes count. robust waits a little and refuses outliers; sync waits for "
         "every cluster that trains; async takes each push by itself; di_ps is the paper's rule (see di_ps_from).",
         check=one_of(POLICIES),
+        prefix=OUTER,
     )
     optimizer: str = setting(
         "auto",
@@ -67,6 +72,7 @@ class OuterSettings:
         "Samples of an inner step of a usual cluster, all its ranks together (B). H B K of them are a full round of K "
         "clusters, by which a round of fewer is scaled.",
         check=at_least(1, "a number of samples"),
+        prefix=OUTER,
     )
     clip: float = setting(
         0.0,
