@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.scale.fake import StandIn, carrier
-from chaos_lightning.control.scheduler_calls import NAME
+from chaos_lightning.control.requests import SERVICE
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.codec import decode_peer, encode_peer, unwrap_to_member, wrap_from_member
 from chaos_lightning.protocol.types import (
@@ -126,7 +126,7 @@ class Line:
     async def _attend(self) -> None:
         self._channel, metadata = self.crowd.channel()
         self._outbox = asyncio.Queue()
-        self._call = self._channel.stream_stream(f"/{NAME}/Attend")(metadata=metadata)
+        self._call = self._channel.stream_stream(f"/{SERVICE}/Attend")(metadata=metadata)
         self.say(self.one.hello())
         tasks = [asyncio.create_task(work()) for work in (self._write, self._beat)]
         try:
