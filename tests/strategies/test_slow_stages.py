@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,9 +29,10 @@ def test_a_stage_that_becomes_slow_gets_fewer_layers_and_the_event_says_why(job:
     reports = job.finish("a", "b", "c")
     check_equal(reports, *alone(epochs=14, model={**MODEL, "pause_s": 0.0}))
     found = plans(job)
-    moved = next(e for e in found if "; move by searched: " in e["reason"])
+    moves = [(e, before) for before, e in pairwise(found) if "; move by searched: " in e["reason"]]
+    # A busy machine may make another member look slow for a moment, whose layers then move first.
+    moved = next(e for e, before in moves if owned(e, "c~") < owned(before, "c~"))
     assert re.match(r"c~\d+ computes [\d.]+ times slower than foreseen; ", moved["reason"])
     ways = {way["name"]: way["step_s"] for way in moved["candidates"]}
     assert ways["searched: move"] < ways["searched: reroute"]
     assert moved["moved_nbytes"] > 0
-    assert owned(moved, "c~") < owned(found[found.index(moved) - 1], "c~")
